@@ -184,6 +184,7 @@ struct TileProducer {
   bool copies, publishes;    // what this warp does
   RingPlace place, waiting;  // of the group whose turn it is, and of the other
   int turn = 0;              // tiles so far, where warps take them in turn
+  bool told = false;         // the consumers know of the first segment
 
   static constexpr int kTokens = Tile::kTokens;
   static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kRope;
@@ -280,25 +281,31 @@ struct TileProducer {
   // Tells the consumers of a segment and starts to copy its query rows. Queries that need a rotary embedding they read themselves: a warp that
   // copies cannot wait for what it would have to rotate.
   __device__ __forceinline__ void publish(const Unit& unit, const Segment& segment, bool equal, RingPlace& queued) {
-    mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
-    if constexpr (kQueuesQuery) {
-      queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
-      mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
+    if (!told) {
+      mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+      if constexpr (kQueuesQuery) {
+        queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
+        mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
+      }
+      note(unit, segment, equal, queued.slot);
+      if (lane == 0) mbarrier_arrive(ring.queue_full + queued.slot * 8);
+      __syncwarp();
     }
-    const RowsKeys keys = keys_of_tokens(args, unit.request, unit_tokens(args, unit.request, unit.row_tile));
-    if (lane == 0) {
-      Work& work = ring.queue[queued.slot];
-      work.unit = unit;
-      work.segment = segment;
-      work.first = first_contributor(segment);
-      work.last = 0;
-      work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
-      work.seen = keys.seen;
-      work.common = keys.common;
-      mbarrier_arrive(ring.queue_full + queued.slot * 8);
-    }
-    __syncwarp();
+    told = false;
     queued.next();
+  }
+
+  __device__ __forceinline__ void note(const Unit& unit, const Segment& segment, bool equal, int slot) const {
+    const RowsKeys keys = keys_of_tokens(args, unit.request, unit_tokens(args, unit.request, unit.row_tile));
+    if (lane != 0) return;
+    Work& work = ring.queue[slot];
+    work.unit = unit;
+    work.segment = segment;
+    work.first = first_contributor(segment);
+    work.last = 0;
+    work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
+    work.seen = keys.seen;
+    work.common = keys.common;
   }
 
   // A unit's rows, with zeros for padding and beyond D.

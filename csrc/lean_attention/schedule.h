@@ -351,6 +351,9 @@ LEANFLEET_HD int32_t slot_of(int32_t first, int32_t index) { return 2 * (first +
 // That first contributor again.
 LEANFLEET_HD int32_t first_contributor(const Segment& segment) { return segment.slot / 2 - segment.index; }
 
+// A whole unit of a range.
+LEANFLEET_HD Segment whole_segment(const Unit& unit, int32_t range) { return {unit.tiles, true, 0, 1, slot_of(range, 0)}; }
+
 // The tiles of a unit that lie in the positions [begin, end) of a range.
 struct Share {
   Span tiles;
@@ -374,7 +377,7 @@ LEANFLEET_HD Share share_of(const Args& args, const Unit& unit, P begin, P end) 
 // That share with its place among the unit's contributors.
 template <class P>
 LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, const Share& share, P work, int32_t ranges, int32_t range) {
-  if (share.whole) return {share.tiles, true, 0, 1, slot_of(range, 0)};
+  if (share.whole) return whole_segment(unit, range);
   const bool begins = share.contributes && share.tiles.begin == unit.tiles.begin;
   const bool ends = share.contributes && share.tiles.end == unit.tiles.end;
   const int32_t first = begins ? range : range_of(work, ranges, static_cast<P>(unit.position + args.plan.unit_overhead));
@@ -399,15 +402,16 @@ LEANFLEET_HD bool may_be_dealt(const Args& args, const Request& request) {
   return request.tokens == args.tokens && request.position <= args.plan.deal_history;
 }
 
-// The unit that a CTA takes in its turn 0, 1, ...; its position is not set. False: there is none, nor in later turns.
+// The unit that a CTA takes in its turn 0, 1, ...; its position is not set. False: there is none, nor in later turns. For less
+// than 2^20 units.
 LEANFLEET_HD bool deal(const Args& args, int32_t cta, int32_t turn, Unit& unit) {
   const int32_t ctas = args.plan.max_ranges, heads = args.batch * args.kv_heads, row_tiles = num_row_tiles(args);
   const int32_t index = turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
   if (index >= heads * row_tiles) return false;
-  const int32_t first = quotient(index, args.plan.deal_heads * row_tiles) * args.plan.deal_heads;
+  const int32_t first = small_quotient(index, args.plan.deal_heads * row_tiles) * args.plan.deal_heads;
   const int32_t together = min32(args.plan.deal_heads, heads - first), rest = index - first * row_tiles;
-  const int32_t row = quotient(rest, together), head = first + rest - row * together;
-  unit.index = quotient(head, args.kv_heads);
+  const int32_t row = small_quotient(rest, together), head = first + rest - row * together;
+  unit.index = small_quotient(head, args.kv_heads);
   unit.head = head - unit.index * args.kv_heads;
   unit.row_tile = row_tiles - 1 - row;
   unit.request = request_of(args, unit.index);

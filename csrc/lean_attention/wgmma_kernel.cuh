@@ -73,6 +73,7 @@ struct WarpgroupConsumer {
   using Tile = WgmmaTile<kWidth>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
+  static constexpr bool kPeels = false;
   using Scores = float[kTokens / 8][4];
   using Output = float[kWidth / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
@@ -127,18 +128,21 @@ struct WarpgroupConsumer {
   }
   // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
   // compiler would stop to mix instructions. zero: something that has to be known before.
-  __device__ __forceinline__ void release(uint32_t empty, bool each = false, uint32_t zero = 0) const {
+  __device__ __forceinline__ void release(uint32_t empty, bool each = false, uint32_t zero = 0, bool held = true) const {
     __syncwarp();
     empty += zero;
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(empty),
-                 "r"(each        ? 1
+                 "r"(!held       ? 0
+                     : each      ? 1
                      : lane == 0 ? 32
                                  : 0)
                  : "memory");
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
-  __device__ __forceinline__ void release_values(int of) const { release(values_empty(of), !loads.tensor_maps || args.append); }
+  __device__ __forceinline__ void release_values(int of, bool held = true) const {
+    release(values_empty(of), !loads.tensor_maps || args.append, 0, held);
+  }
   // Rows that threads have copied instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
     if (!loads.tensor_maps || args.append) hopper::fence_proxy_async();
@@ -235,7 +239,8 @@ struct WarpgroupConsumer {
   // than it. Such logits are multiplied first. Returns what is left to multiply by.
   __device__ __forceinline__ float scale_logits(Scores& s, float scale) const {
     const auto is_far = [](float x) { return fabsf(x) >= 0x1p24f && x != -INFINITY; };
-    if (__builtin_expect(!is_far(max[0]) && !is_far(max[1]), true)) return scale;
+    const bool far = is_far(max[0]) || is_far(max[1]);
+    if (kWidth == 64 ? !far : !__any_sync(kFullWarp, far)) return scale;  // as the loop over tiles is faster, measured
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
@@ -289,26 +294,41 @@ struct WarpgroupConsumer {
     if (args.softcap > 0.0f) plain.end = plain.begin;
     Scores s;
     Weights p;
-    float factor[2];
+    uint32_t missing;
+    // From the logits of a tile to its weights, while the product of the tile's values before runs.
+    const auto weigh_tile = [&](int tile) {
+      hopper::fence_accumulators(s);
+      finish_scores(tile, plain, work, missing == 0, s);
+      float factor[2];
+      new_maxima(s, scale, factor);
+      const float unit = scale_logits(s, scale);
+      // That product is waited for late: its registers are needed by rescaling alone.
+      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
+      weigh<0>(s, unit);
+      if (kWidth > 128) {
+        weigh<1>(s, unit);
+        stay_behind(sum[1]);
+      }
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(o);
+      release_values(pair == 0 ? loads.slots / 2 - 1 : pair - 1, tile > tiles.begin);
+      rescale_output(o, factor);
+      if (kWidth <= 128) weigh<1>(s, unit);
+      pack(s, p);
+    };
     int tile = tiles.begin;
     mbarrier_wait(keys_full(), parity);
     landed();
-    uint32_t missing = load_missing();
+    missing = load_missing();
     await_turn(groups);
     keys_product(s);
     end_turn(groups);
     missing = uniform(missing);
     hopper::warpgroup_wait<0>();
-    hopper::fence_accumulators(s);
-    finish_scores(tile, plain, work, missing == 0, s);
-    new_maxima(s, scale, factor);
-    if (kWidth == 128) release(keys_empty());
-    const float first_unit = scale_logits(s, scale);
-    weigh<0>(s, first_unit);
-    weigh<1>(s, first_unit);
-    pack(s, p);
+    if (kPeels) weigh_tile(tile);
 #pragma unroll 1
     for (;;) {
+      if (!kPeels) weigh_tile(tile);
       const int before = pair;
       const uint32_t before_parity = parity;
       next();
@@ -331,23 +351,7 @@ struct WarpgroupConsumer {
       end_turn(groups);
       missing = uniform(missing);
       hopper::warpgroup_wait<1>();
-      hopper::fence_accumulators(s);
-      finish_scores(tile, plain, work, missing == 0, s);
-      new_maxima(s, scale, factor);
-      const float unit = scale_logits(s, scale);
-      // The product of values is waited for late: its registers are needed by rescaling alone.
-      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
-      weigh<0>(s, unit);
-      if (kWidth > 128) {
-        weigh<1>(s, unit);
-        stay_behind(sum[1]);
-      }
-      hopper::warpgroup_wait<0>();
-      hopper::fence_accumulators(o);
-      release_values(before);
-      rescale_output(o, factor);
-      if (kWidth <= 128) weigh<1>(s, unit);
-      pack(s, p);
+      if (kPeels) weigh_tile(tile);
     }
   }
 
@@ -382,7 +386,13 @@ struct WarpgroupConsumer {
       for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (8 * n + i < low || 8 * n + i >= high) s[n][2 * c + i] = -INFINITY;
+          if (8 * n + i >= high) s[n][2 * c + i] = -INFINITY;
+      if (low <= 0) continue;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + i < low) s[n][2 * c + i] = -INFINITY;
     }
     if (!all_there) {
       const uint32_t bits[4] = {missing.x, missing.y, missing.z, missing.w};
@@ -392,9 +402,11 @@ struct WarpgroupConsumer {
         for (int i = 0; i < 4; ++i)
           if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
     }
-    if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
+    // Of whole tiles only what is behind the request's keys may hold anything: later tokens' values are what they are.
+    const Span valid = {seen.begin, loads.whole_tiles ? work.unit.request.keys : seen.end};
+    if (begin < valid.begin || begin + kTokens > valid.end || !all_there) {
       mbarrier_wait(values_full(pair), parity);
-      silence_values(begin, seen, missing);
+      silence_values(begin, valid, missing);
     }
   }
 
@@ -653,31 +665,15 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
 
-  Range<int32_t> range = {};
-  bool exists = false;
   if (warp >= Tile::kConsumerWarps) {
     if (loads.tensor_maps && lane == 0) {
       asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
+    Range<int32_t> range;
+    bool exists;
     if (!deal_first(args, blockIdx.x, range, exists))
       exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
-  } else if (lane == 0) {
-#pragma unroll 1
-    for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
-      const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
-                        : of_ring >= 0         ? kFillArrivals * loads.fill_warps
-                        : i < kQueue           ? 1
-                                               : 32 * Tile::kConsumerWarps;
-      mbarrier_init(ring.queue_full + 8 * i, count);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-
-  if (warp >= Tile::kConsumerWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
     const int of_producers = warp - Tile::kConsumerWarps;
     TileProducer<T, Tile, false> producer{args,
                                           loads,
@@ -691,8 +687,27 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                                           of_producers == 3,
                                           RingPlace(0, loads.slots),
                                           RingPlace(0, loads.slots)};
+    // Consumers need not wait until this warp has come to the code that tells them of units.
+    producer.told = range.dealt && exists && producer.publishes;
+    if (producer.told) producer.note(range.unit, whole_segment(range.unit, range.index), false, 0);
+    named_barrier(0, Tile::kThreads);
+    if (producer.told && lane == 0) mbarrier_arrive(ring.queue_full);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
     producer.run(range, exists);
   } else {
+    if (lane == 0) {
+#pragma unroll 1
+      for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
+        const int of_ring = i - 2 * kQueue;
+        const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
+                          : of_ring >= 0         ? kFillArrivals * loads.fill_warps
+                          : i < kQueue           ? 1
+                                                 : 32 * Tile::kConsumerWarps;
+        mbarrier_init(ring.queue_full + 8 * i, count);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    named_barrier(0, Tile::kThreads);
     if (args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
