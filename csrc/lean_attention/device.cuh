@@ -322,15 +322,18 @@ template <class P>
 __device__ __forceinline__ bool deal_first(const Args& args, int index, Range<P>& range, bool& exists) {
   range.dealt = false;
   if (args.plan.deal_history < 0) return false;
-  bool dealt = true;
-  int keys = 0;
+  if (args.seq_lens != nullptr || args.query_lens != nullptr || args.cache_kind == kRagged) {
+    const int lane = threadIdx.x % 32;
+    bool dealt = true;
+    int keys = 0;
 #pragma unroll 1
-  for (int b = threadIdx.x % 32; b - static_cast<int>(threadIdx.x % 32) < args.batch; b += 32) {
-    const Request request = request_of(args, min32(b, args.batch - 1));
-    if (b < 32) keys = __shfl_sync(kFullWarp, request.keys, 0);
-    dealt = dealt && may_be_dealt(args, request) && request.keys == keys;
+    for (int b = 0; b < args.batch; b += 32) {
+      const Request request = request_of(args, min32(b + lane, args.batch - 1));
+      if (b == 0) keys = __shfl_sync(kFullWarp, request.keys, 0);
+      dealt = dealt && may_be_dealt(args, request) && request.keys == keys;
+    }
+    if (!__all_sync(kFullWarp, dealt)) return false;
   }
-  if (!__all_sync(kFullWarp, dealt)) return false;
   range.dealt = true;
   range.index = index;
   range.parts = 0;

@@ -73,7 +73,6 @@ struct WarpgroupConsumer {
   using Tile = WgmmaTile<kWidth>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
-  static constexpr bool kPeels = false;
   using Scores = float[kTokens / 8][4];
   using Output = float[kWidth / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
@@ -239,8 +238,7 @@ struct WarpgroupConsumer {
   // than it. Such logits are multiplied first. Returns what is left to multiply by.
   __device__ __forceinline__ float scale_logits(Scores& s, float scale) const {
     const auto is_far = [](float x) { return fabsf(x) >= 0x1p24f && x != -INFINITY; };
-    const bool far = is_far(max[0]) || is_far(max[1]);
-    if (kWidth == 64 ? !far : !__any_sync(kFullWarp, far)) return scale;  // as the loop over tiles is faster, measured
+    if (!__any_sync(kFullWarp, is_far(max[0]) || is_far(max[1]))) return scale;
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
@@ -294,15 +292,23 @@ struct WarpgroupConsumer {
     if (args.softcap > 0.0f) plain.end = plain.begin;
     Scores s;
     Weights p;
-    uint32_t missing;
-    // From the logits of a tile to its weights, while the product of the tile's values before runs.
-    const auto weigh_tile = [&](int tile) {
+    float factor[2];
+    mbarrier_wait(keys_full(), parity);
+    landed();
+    uint32_t missing = load_missing();
+    await_turn(groups);
+    keys_product(s);
+    end_turn(groups);
+    missing = uniform(missing);
+    hopper::warpgroup_wait<0>();
+    // The code of the softmax stands once: where prompts are short it costs more to fetch it than to run it.
+#pragma unroll 1
+    for (int tile = tiles.begin;;) {
       hopper::fence_accumulators(s);
       finish_scores(tile, plain, work, missing == 0, s);
-      float factor[2];
       new_maxima(s, scale, factor);
       const float unit = scale_logits(s, scale);
-      // That product is waited for late: its registers are needed by rescaling alone.
+      // The product of the values before is waited for late: its registers are needed by rescaling alone.
       if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, unit);
       if (kWidth > 128) {
@@ -315,20 +321,6 @@ struct WarpgroupConsumer {
       rescale_output(o, factor);
       if (kWidth <= 128) weigh<1>(s, unit);
       pack(s, p);
-    };
-    int tile = tiles.begin;
-    mbarrier_wait(keys_full(), parity);
-    landed();
-    missing = load_missing();
-    await_turn(groups);
-    keys_product(s);
-    end_turn(groups);
-    missing = uniform(missing);
-    hopper::warpgroup_wait<0>();
-    if (kPeels) weigh_tile(tile);
-#pragma unroll 1
-    for (;;) {
-      if (!kPeels) weigh_tile(tile);
       const int before = pair;
       const uint32_t before_parity = parity;
       next();
@@ -351,7 +343,6 @@ struct WarpgroupConsumer {
       end_turn(groups);
       missing = uniform(missing);
       hopper::warpgroup_wait<1>();
-      if (kPeels) weigh_tile(tile);
     }
   }
 
@@ -665,16 +656,27 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
 
+  // Producers make the barriers and then go ahead; consumers wait until that is done and, if units are dealt, the first is told.
   if (warp >= Tile::kConsumerWarps) {
-    if (loads.tensor_maps && lane == 0) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
-    }
-    Range<int32_t> range;
-    bool exists;
-    if (!deal_first(args, blockIdx.x, range, exists))
-      exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
     const int of_producers = warp - Tile::kConsumerWarps;
+    if (lane == 0) {
+      if (loads.tensor_maps) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
+      }
+#pragma unroll 1
+      for (int i = of_producers; i < 2 * kQueue + 2 * loads.slots; i += 4) {
+        const int of_ring = i - 2 * kQueue;
+        const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
+                          : of_ring >= 0         ? kFillArrivals * loads.fill_warps
+                          : i < kQueue           ? 1
+                                                 : 32 * Tile::kConsumerWarps;
+        mbarrier_init(ring.queue_full + 8 * i, count);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    named_barrier(5, 128);
     TileProducer<T, Tile, false> producer{args,
                                           loads,
                                           &key_map,
@@ -687,31 +689,24 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                                           of_producers == 3,
                                           RingPlace(0, loads.slots),
                                           RingPlace(0, loads.slots)};
-    // Consumers need not wait until this warp has come to the code that tells them of units.
-    producer.told = range.dealt && exists && producer.publishes;
-    if (producer.told) producer.note(range.unit, whole_segment(range.unit, range.index), false, 0);
-    named_barrier(0, Tile::kThreads);
-    if (producer.told && lane == 0) mbarrier_arrive(ring.queue_full);
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
+    if (!producer.publishes) named_barrier_arrive(0, Tile::kThreads);
+    Range<int32_t> range;
+    bool exists;
+    if (!deal_first(args, blockIdx.x, range, exists))
+      exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
+    if (producer.publishes) {
+      producer.told = range.dealt && exists;
+      if (producer.told) producer.note(range.unit, whole_segment(range.unit, range.index), false, 0);
+      named_barrier_arrive(0, Tile::kThreads);
+      if (producer.told && lane == 0) mbarrier_arrive(ring.queue_full);
+    }
     producer.run(range, exists);
   } else {
-    if (lane == 0) {
-#pragma unroll 1
-      for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
-        const int of_ring = i - 2 * kQueue;
-        const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
-                          : of_ring >= 0         ? kFillArrivals * loads.fill_warps
-                          : i < kQueue           ? 1
-                                                 : 32 * Tile::kConsumerWarps;
-        mbarrier_init(ring.queue_full + 8 * i, count);
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    named_barrier(0, Tile::kThreads);
     if (args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
+    named_barrier(0, Tile::kThreads);
     const int group = warp / 4;
     WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kGroupRows * kWidth * 2, group, warp, lane};
     consumer.run();
