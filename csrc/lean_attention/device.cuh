@@ -317,7 +317,8 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   return true;
 }
 
-// Whether units are dealt out whole, and the first one of this CTA. All lanes of a warp call it. `exists`: there is one.
+// Whether units are dealt out whole, and the first one of this CTA, that of its own index. All lanes of a warp call it. `exists`:
+// there is one.
 template <class P>
 __device__ __forceinline__ bool deal_first(const Args& args, int index, Range<P>& range, bool& exists) {
   range.dealt = false;
@@ -337,7 +338,7 @@ __device__ __forceinline__ bool deal_first(const Args& args, int index, Range<P>
   range.dealt = true;
   range.index = index;
   range.parts = 0;
-  exists = deal(args, index, 0, range.unit);
+  exists = deal(args, index, range.unit);
   return true;
 }
 
@@ -349,23 +350,29 @@ __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& 
   return {share.tiles, true, part, range.parts, slot_of(range.index - part, part)};
 }
 
-// Calls body(unit, share) for every part of a unit that the range holds, in order. kDeals: or for the units dealt to this CTA.
-template <bool kDeals = false, class P, class F>
+// Takes the next unit that nobody has; all lanes of a warp call it. args.tickets[max_ranges] counts the units that CTAs have
+// taken beyond their first; each asks until there is none, and the last of all to ask puts it back to 0. False: there is none.
+__device__ __forceinline__ bool take_next(const Args& args, Unit& unit) {
+  const int ctas = args.plan.max_ranges, units = args.batch * args.kv_heads * num_row_tiles(args);
+  if (units <= ctas) return false;
+  int taken = 0;
+  if (threadIdx.x % 32 == 0) {
+    taken = static_cast<int>(atomicAdd(args.tickets + ctas, 1u));
+    if (taken == units - 1) args.tickets[ctas] = 0;
+  }
+  return deal(args, ctas + __shfl_sync(kFullWarp, taken, 0), unit);
+}
+
+// Calls body(unit, share) for every part of a unit that the range holds, in order.
+template <class P, class F>
 __device__ __forceinline__ void for_each_share(const Args& args, const Range<P>& range, F&& body) {
   Unit unit = range.unit;
-  const bool dealt = kDeals && range.dealt;
-  int turn = 0;
 #pragma unroll 1
   for (;;) {
-    Share share = {unit.tiles, true, true};
-    if (!dealt) share = share_of(args, unit, range.begin, range.end);
+    const Share share = share_of(args, unit, range.begin, range.end);
     if (share.contributes) body(unit, share);
-    if (dealt) {
-      if (!deal(args, range.index, ++turn, unit)) return;
-    } else {
-      if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
-      next_unit<true>(args, unit);
-    }
+    if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
+    next_unit<true>(args, unit);
   }
 }
 

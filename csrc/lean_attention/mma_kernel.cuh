@@ -180,11 +180,12 @@ struct TileProducer {
   const CUtensorMap* key_map;
   const CUtensorMap* value_map;
   const RingAddresses& ring;
-  int warp, warps, lane;     // of the warps that copy
-  bool copies, publishes;    // what this warp does
-  RingPlace place, waiting;  // of the group whose turn it is, and of the other
-  int turn = 0;              // tiles so far, where warps take them in turn
-  bool told = false;         // the consumers know of the first segment
+  int warp, warps, lane;                    // of the warps that copy
+  bool copies, publishes;                   // what this warp does
+  RingPlace place, waiting;                 // of the group whose turn it is, and of the other
+  int turn = 0;                             // tiles so far, where warps take them in turn
+  bool told = false;                        // the consumers know of the first segment
+  RingPlace queued = RingPlace(0, kQueue);  // the place of the queue that this warp comes to next
 
   static constexpr int kTokens = Tile::kTokens;
   static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kRope;
@@ -192,14 +193,13 @@ struct TileProducer {
   // `exists`: the range holds work; else only the end of the queue is told.
   template <class P>
   __device__ __forceinline__ void run(const Range<P>& range, bool exists) {
-    RingPlace queued(0, kQueue);
 #if __CUDA_ARCH__ >= 900
     uint64_t policy;
     if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     if (loads.whole_tiles && copies) {
       if (exists)
-        for_each_share<Tile::kDeals>(args, range, [&](const Unit& unit, const Share& share) {
+        for_each(range, [&](const Unit& unit, const Share& share) {
           if constexpr (Tile::kGroups == 1) copy_half_of_whole_tiles(unit, share.tiles, policy);
           else copy_whole_tiles(unit, share.tiles, policy);
         });
@@ -207,8 +207,8 @@ struct TileProducer {
     }
 #endif
     if (exists)
-      for_each_share<Tile::kDeals>(args, range, [&](const Unit& unit, const Share& share) {
-        if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
+      for_each(range, [&](const Unit& unit, const Share& share) {
+        if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0);
         if (!copies) return;
 #if __CUDA_ARCH__ >= 900
         if constexpr (Tile::kGroups == 1) {
@@ -278,9 +278,44 @@ struct TileProducer {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
+  // Calls body(unit, share) for every part of a unit that the range holds, or for every whole unit that is dealt to this CTA.
+  template <class P, class F>
+  __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
+    if constexpr (Tile::kDeals) {
+      Unit unit = range.unit;
+      RingPlace begun(0, kQueue);  // the unit before the one that was told last
+      bool first = true;
+#pragma unroll 1
+      for (;;) {
+        Share share = {unit.tiles, true, true};
+        if (!range.dealt) share = share_of(args, unit, range.begin, range.end);
+        if (share.contributes) body(unit, share);
+        if (!range.dealt) {
+          if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
+          next_unit<true>(args, unit);
+        } else if (publishes) {
+          // A unit is taken when the consumers begin the one before: who is behind takes fewer.
+          if (!first) {
+            mbarrier_wait(ring.queue_empty + begun.slot * 8, begun.parity);
+            begun.next();
+          }
+          first = false;
+          if (!take_next(args, unit)) return;
+        } else {
+          queued.next();
+          mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+          if (ring.queue[queued.slot].last != 0) return;
+          unit = ring.queue[queued.slot].unit;
+        }
+      }
+    } else {
+      for_each_share(args, range, body);
+    }
+  }
+
   // Tells the consumers of a segment and starts to copy its query rows. Queries that need a rotary embedding they read themselves: a warp that
   // copies cannot wait for what it would have to rotate.
-  __device__ __forceinline__ void publish(const Unit& unit, const Segment& segment, bool equal, RingPlace& queued) {
+  __device__ __forceinline__ void publish(const Unit& unit, const Segment& segment, bool equal) {
     if (!told) {
       mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
       if constexpr (kQueuesQuery) {

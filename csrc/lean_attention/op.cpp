@@ -451,7 +451,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   args.plan = cuda_plan(args, target.sm_count, forced_ranges());
   if (args.short_tokens > 0) args.short_plan = cuda_plan(short_launch(args), target.sm_count, forced_ranges());
   carve(args, ws);
-  args.tickets = ws.sync<uint32_t>(std::max(args.plan.max_ranges, args.short_plan.max_ranges));
+  args.tickets = ws.sync<uint32_t>(std::max(args.plan.max_ranges, args.short_plan.max_ranges) + 1);
   if (args.rotary_half > 0) {
     const int64_t bytes = element_size(call.inputs[kQuery].dtype);
     args.rotated_query = ws.scratch<char>(call.inputs[kQuery].elements() * bytes);

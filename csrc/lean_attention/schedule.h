@@ -392,21 +392,19 @@ LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, int64_t work
 
 // Units dealt out whole
 //
-// A cut costs a second begin and end of the unit and a merge, which is more than it evens out where a CTA has several short
-// units. Then CTA i of G takes the units i, 2G - 1 - i, 2G + i, ... of an order by falling size, to and fro, so that all get
-// about as much; nobody has to find the begin of a range. The order: of `deal_heads` heads after the other, so that their keys
-// and values stay in the L2 cache, the last query tiles of all, which see most keys, then those before, to the first.
+// A cut costs a second begin and end of the unit and a merge, which is more than it evens out where a CTA has several units. Then
+// CTAs take whole units, each the next one that nobody has, of an order by falling size, so that all end at about the same time;
+// and nobody has to find the begin of a range. The order: of `deal_heads` heads after the other, so that their keys and values stay
+// in the L2 cache, the last query tiles of all, which see most keys, then those before, to the first.
 
 // Whether a request is as all have to be for units to be dealt, if its keys are as many as those of the others.
 LEANFLEET_HD bool may_be_dealt(const Args& args, const Request& request) {
   return request.tokens == args.tokens && request.position <= args.plan.deal_history;
 }
 
-// The unit that a CTA takes in its turn 0, 1, ...; its position is not set. False: there is none, nor in later turns. For less
-// than 2^20 units.
-LEANFLEET_HD bool deal(const Args& args, int32_t cta, int32_t turn, Unit& unit) {
-  const int32_t ctas = args.plan.max_ranges, heads = args.batch * args.kv_heads, row_tiles = num_row_tiles(args);
-  const int32_t index = turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
+// The unit of this index in that order, of less than 2^20; its position is not set. False: there are not so many.
+LEANFLEET_HD bool deal(const Args& args, int32_t index, Unit& unit) {
+  const int32_t heads = args.batch * args.kv_heads, row_tiles = num_row_tiles(args);
   if (index >= heads * row_tiles) return false;
   const int32_t first = small_quotient(index, args.plan.deal_heads * row_tiles) * args.plan.deal_heads;
   const int32_t together = min32(args.plan.deal_heads, heads - first), rest = index - first * row_tiles;
@@ -419,27 +417,32 @@ LEANFLEET_HD bool deal(const Args& args, int32_t cta, int32_t turn, Unit& unit) 
   return true;
 }
 
-// Whether the CTA with most to do has less with whole units than with a range, by an estimate. All requests have all keys of
-// the cache.
+// Whether whole units are done sooner than ranges, by an estimate. All requests have all keys of the cache.
 LEANFLEET_HD bool is_better_dealt(const Args& args) {
-  constexpr int32_t kCtas = 8, kRowTiles = 32, kTurns = 64;  // that are looked at
-  constexpr int32_t kUnit = 3, kCut = 6;  // begin and end of a unit, a merge and finding a range: in tiles, measured
-  const int32_t ctas = args.plan.max_ranges, row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
-  if (units > kTurns * ctas) return false;
-  int64_t most = 0, sum = 0, sampled = 0;
-  for (int32_t cta = 0; cta < ctas; cta += max32(ctas / kCtas, 1)) {
-    int64_t share = 0;
+  constexpr int32_t kRowTiles = 32;       // that are looked at
+  constexpr int32_t kUnit = 3, kCut = 9;  // begin and end of a unit; a merge and finding a range: in tiles, measured
+  const int32_t ctas = args.plan.max_ranges, row_tiles = num_row_tiles(args);
+  const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * row_tiles;
+  if (units >= 1 << 20) return false;
+  const auto cost = [&](int64_t index) -> int64_t {
     Unit unit;
-    for (int32_t turn = 0; deal(args, cta, turn, unit); ++turn) share += kUnit + max32(unit.tiles.end - unit.tiles.begin, 1);
-    if (share > most) most = share;
-  }
+    return deal(args, static_cast<int32_t>(index), unit) ? kUnit + max32(unit.tiles.end - unit.tiles.begin, 1) : 0;
+  };
+  int64_t sum = 0, sampled = 0;
   const int32_t step = max32(row_tiles / kRowTiles, 1);
   for (int32_t row_tile = step / 2; row_tile < row_tiles; row_tile += step) {
     const Span tiles = unit_tiles(args, request_of(args, 0), row_tile);
     sum += kUnit + max32(tiles.end - tiles.begin, 1);
     ++sampled;
   }
-  return (most - kUnit - kCut) * sampled * ctas < sum * units;
+  const int64_t even = sum * units / (sampled * ctas);
+  // Who begins one of the last units has the others wait for its end. Where CTAs have up to two: the largest unit or two of them.
+  int64_t longest = even + cost(units - ctas > 0 ? units - ctas : 0) / 2;
+  if (units <= 2 * ctas) {
+    const int64_t first = cost(0), middle = cost(ctas - 1) + cost(ctas);
+    longest = middle > first ? middle : first;
+  }
+  return longest < even + kUnit + kCut;
 }
 
 // Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known.

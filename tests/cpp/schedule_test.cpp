@@ -209,30 +209,24 @@ void check_schedule(const Args& open) {
   }
 }
 
-// Every unit is dealt to one CTA, and with all heads together no CTA has more than its share and one unit.
+// Every unit has one place in the order of dealing; that of all heads together is by falling size.
 void check_dealing(const Args& args) {
   const int row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
-  std::vector<int> taken(units, 0);
-  int64_t sum = 0, most = 0, largest = 0;
-  for (int cta = 0; cta < args.plan.max_ranges; ++cta) {
-    int64_t share = 0;
-    Unit unit = {};
-    for (int turn = 0; deal(args, cta, turn, unit); ++turn) {
-      require(unit.index < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
-      const Span tiles = unit_tiles(args, request_of(args, unit.index), unit.row_tile);
-      require(unit.tiles.begin == tiles.begin && unit.tiles.end == tiles.end, "other tiles than the unit's", args);
-      require(taken[(unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile]++ == 0, "a unit is dealt twice",
-              args);
-      share += tiles.end - tiles.begin;
-      largest = tiles.end - tiles.begin > largest ? tiles.end - tiles.begin : largest;
-    }
-    sum += share;
-    most = share > most ? share : most;
+  std::vector<int> places(units, 0);
+  int before = args.capacity;
+  Unit unit = {};
+  for (int index = 0; index < units; ++index) {
+    require(deal(args, index, unit), "there are fewer places than units", args);
+    require(unit.index < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
+    const Span tiles = unit_tiles(args, request_of(args, unit.index), unit.row_tile);
+    require(unit.tiles.begin == tiles.begin && unit.tiles.end == tiles.end, "other tiles than the unit's", args);
+    require(places[(unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile]++ == 0, "a unit has two places", args);
+    const bool equal = args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
+    if (args.plan.deal_heads < args.batch * args.kv_heads || !equal || args.window > 0 || args.tokens > args.capacity) continue;
+    require(tiles.end - tiles.begin <= before, "units do not fall in size", args);
+    before = tiles.end - tiles.begin;
   }
-  for (int count : taken) require(count == 1, "a unit is not dealt", args);
-  const bool equal = args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
-  if (args.plan.deal_heads >= args.batch * args.kv_heads && equal)
-    require(most <= sum / args.plan.max_ranges + 1 + largest, "a CTA is dealt too much", args);
+  require(!deal(args, units, unit), "there are more places than units", args);
 }
 
 // What is chosen for prompts of a causal model on a GPU of 132 CTAs: history, or -1.
@@ -256,7 +250,7 @@ void check_choice() {
   expect(dealt_history(1, 2, 3, 235, 235, true) == 0, "a unit or less for each CTA is cut");
   expect(dealt_history(21, 1, 5, 996, 996, true) == 0, "many short units are cut");
   expect(dealt_history(1, 1, 1, 8192, 8192, true) == -1, "fewer long units than CTAs are dealt");
-  expect(dealt_history(1, 1, 8, 100000, 100000, true) == -1, "more turns than are worth it are dealt");
+  expect(dealt_history(1, 1, 1, 20000, 20000, true) == -1, "fewer than two long units for each CTA are dealt");
   expect(dealt_history(2, 2, 3, 235, 4096, false) >= 0, "a prompt at the front of a cache is cut");
   expect(dealt_history(2, 2, 3, 235, 1 << 20, false) < 1 << 16, "few units of long histories are dealt");
   expect(dealt_history(1, 2, 3, 235, 100, true) == -1, "more tokens than keys are dealt");
