@@ -350,17 +350,20 @@ __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& 
   return {share.tiles, true, part, range.parts, slot_of(range.index - part, part)};
 }
 
-// Takes the next unit that nobody has; all lanes of a warp call it. args.tickets[max_ranges] counts the units that CTAs have
-// taken beyond their first; each asks until there is none, and the last of all to ask puts it back to 0. False: there is none.
-__device__ __forceinline__ bool take_next(const Args& args, Unit& unit) {
+// The unit that a CTA takes in its turn 1, 2, ...; all lanes of a warp call it. The first two are given: the second is taken when
+// the first begins, so that nobody is behind yet, and goes to the CTAs in turned order. Later ones are the next that nobody has:
+// args.tickets[max_ranges] counts them; each CTA asks until there is none, and the last of all to ask puts it back to 0. False:
+// there is none.
+__device__ __forceinline__ bool take(const Args& args, int cta, int turn, Unit& unit) {
   const int ctas = args.plan.max_ranges, units = args.batch * args.kv_heads * num_row_tiles(args);
-  if (units <= ctas) return false;
+  if (turn == 1) return deal(args, 2 * ctas - 1 - cta, unit);
+  if (units <= 2 * ctas) return false;
   int taken = 0;
   if (threadIdx.x % 32 == 0) {
     taken = static_cast<int>(atomicAdd(args.tickets + ctas, 1u));
-    if (taken == units - 1) args.tickets[ctas] = 0;
+    if (taken == units - ctas - 1) args.tickets[ctas] = 0;
   }
-  return deal(args, ctas + __shfl_sync(kFullWarp, taken, 0), unit);
+  return deal(args, 2 * ctas + __shfl_sync(kFullWarp, taken, 0), unit);
 }
 
 // Calls body(unit, share) for every part of a unit that the range holds, in order.

@@ -284,9 +284,8 @@ struct TileProducer {
     if constexpr (Tile::kDeals) {
       Unit unit = range.unit;
       RingPlace begun(0, kQueue);  // the unit before the one that was told last
-      bool first = true;
 #pragma unroll 1
-      for (;;) {
+      for (int turn = 1;; ++turn) {
         Share share = {unit.tiles, true, true};
         if (!range.dealt) share = share_of(args, unit, range.begin, range.end);
         if (share.contributes) body(unit, share);
@@ -295,12 +294,11 @@ struct TileProducer {
           next_unit<true>(args, unit);
         } else if (publishes) {
           // A unit is taken when the consumers begin the one before: who is behind takes fewer.
-          if (!first) {
+          if (turn > 1) {
             mbarrier_wait(ring.queue_empty + begun.slot * 8, begun.parity);
             begun.next();
           }
-          first = false;
-          if (!take_next(args, unit)) return;
+          if (!take(args, range.index, turn, unit)) return;
         } else {
           queued.next();
           mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);

@@ -442,7 +442,7 @@ LEANFLEET_HD bool is_better_dealt(const Args& args) {
     const int64_t first = cost(0), middle = cost(ctas - 1) + cost(ctas);
     longest = middle > first ? middle : first;
   }
-  return longest < even + kUnit + kCut;
+  return longest < even + even / 25 + kUnit + kCut;  // what cuts take of long prompts
 }
 
 // Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known.
