@@ -278,7 +278,8 @@ struct TileProducer {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // Calls body(unit, share) for every part of a unit that the range holds, or for every whole unit that is dealt to this CTA.
+  // Calls body(unit, share) for every part of a unit that the range holds, or for every whole unit that is dealt to this CTA. Warps
+  // that do not publish follow the queue: they hold its places as consumers do, and of dealt units read there what they are.
   template <class P, class F>
   __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
     if constexpr (Tile::kDeals) {
@@ -288,7 +289,14 @@ struct TileProducer {
       for (int turn = 1;; ++turn) {
         Share share = {unit.tiles, true, true};
         if (!range.dealt) share = share_of(args, unit, range.begin, range.end);
-        if (share.contributes) body(unit, share);
+        if (share.contributes) {
+          body(unit, share);
+          if (!publishes) {
+            __syncwarp();
+            mbarrier_arrive(ring.queue_empty + queued.slot * 8);
+            queued.next();
+          }
+        }
         if (!range.dealt) {
           if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
           next_unit<true>(args, unit);
@@ -300,7 +308,6 @@ struct TileProducer {
           }
           if (!take(args, range.index, turn, unit)) return;
         } else {
-          queued.next();
           mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
           if (ring.queue[queued.slot].last != 0) return;
           unit = ring.queue[queued.slot].unit;

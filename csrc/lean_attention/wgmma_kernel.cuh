@@ -125,6 +125,12 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
+  // Whether this tile's values and the next one's keys have landed: asked while products run, so that nobody waits for the answer.
+  __device__ __forceinline__ bool are_there() const {
+    const bool turns = pair + 1 == loads.slots / 2;
+    const uint32_t next_keys = ring.full + (turns ? 0 : pair + 1) * 16;
+    return mbarrier_test(values_full(pair), parity) & mbarrier_test(next_keys, turns ? parity ^ 1 : parity);
+  }
   // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
   // compiler would stop to mix instructions. zero: something that has to be known before.
   __device__ __forceinline__ void release(uint32_t empty, bool each = false, uint32_t zero = 0, bool held = true) const {
@@ -155,10 +161,26 @@ struct WarpgroupConsumer {
     const uint2 low = *reinterpret_cast<const uint2*>(bits);
     return make_uint4(low.x, low.y, 0, 0);
   }
-  __device__ __forceinline__ uint32_t load_missing() const {
-    if (args.cache_kind != kPaged || lane != 0) return 0;
-    const uint4 bits = missing_bits();
-    return bits.x | bits.y | bits.z | bits.w;
+  // `reads`: this is that lane, and there are pages. A predicate that the compiler does not see through: it would work out the
+  // address under it too.
+  __device__ __forceinline__ uint32_t load_missing(uint32_t reads) const {
+    const uint32_t from = shared_address(ring.masked_out + pair * 2 * Tile::kSlices);
+    uint32_t x, y, z, w;
+    if (kTokens == 128) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+          "@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+          : "=&r"(x), "=&r"(y), "=&r"(z), "=&r"(w)
+          : "r"(from), "r"(reads)
+          : "memory");
+      return x | y | z | w;
+    }
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.shared.v2.b32 {%0, %1}, [%2];\n}"
+        : "=&r"(x), "=&r"(y)
+        : "r"(from), "r"(reads)
+        : "memory");
+    return x | y;
   }
   __device__ __forceinline__ uint4 missing_tokens(bool all_there) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
@@ -295,17 +317,19 @@ struct WarpgroupConsumer {
     float factor[2];
     mbarrier_wait(keys_full(), parity);
     landed();
-    uint32_t missing = load_missing();
+    uint32_t reads_bits = args.cache_kind == kPaged && lane == 0;
+    asm volatile("" : "+r"(reads_bits));
+    uint32_t missing = load_missing(reads_bits);
     await_turn(groups);
     keys_product(s);
     end_turn(groups);
-    missing = uniform(missing);
+    bool there = are_there();
     hopper::warpgroup_wait<0>();
     // The code of the softmax stands once: where prompts are short it costs more to fetch it than to run it.
 #pragma unroll 1
     for (int tile = tiles.begin;;) {
       hopper::fence_accumulators(s);
-      finish_scores(tile, plain, work, missing == 0, s);
+      finish_scores(tile, plain, work, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
       new_maxima(s, scale, factor);
       const float unit = scale_logits(s, scale);
       // The product of the values before is waited for late: its registers are needed by rescaling alone.
@@ -333,15 +357,17 @@ struct WarpgroupConsumer {
         release_values(before);
         return;
       }
-      mbarrier_wait(keys_full(), parity);
-      mbarrier_wait(values_full(before), before_parity);
+      if (!there) {
+        mbarrier_wait(keys_full(), parity);
+        mbarrier_wait(values_full(before), before_parity);
+      }
       landed();
-      missing = load_missing();
+      missing = load_missing(reads_bits);
       await_turn(groups);
       keys_product(s);
       values_product(o, p, values(before));
       end_turn(groups);
-      missing = uniform(missing);
+      there = are_there();
       hopper::warpgroup_wait<1>();
     }
   }
@@ -671,7 +697,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
         const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
                           : of_ring >= 0         ? kFillArrivals * loads.fill_warps
                           : i < kQueue           ? 1
-                                                 : 32 * Tile::kConsumerWarps;
+                                                 : 32 * (Tile::kConsumerWarps + (loads.copy_warps < 4 ? loads.copy_warps : 3));
         mbarrier_init(ring.queue_full + 8 * i, count);
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
