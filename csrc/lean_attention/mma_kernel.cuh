@@ -193,6 +193,7 @@ struct TileProducer {
   // `exists`: the range holds work; else only the end of the queue is told.
   template <class P>
   __device__ __forceinline__ void run(const Range<P>& range, bool exists) {
+    if (!copies && !publishes) return;
 #if __CUDA_ARCH__ >= 900
     uint64_t policy;
     if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
