@@ -280,7 +280,7 @@ struct TileProducer {
   }
 
   // Calls body(unit, share) for every part of a unit that the range holds, or for every whole unit that is dealt to this CTA. Warps
-  // that do not publish follow the queue: they hold its places as consumers do, and of dealt units read there what they are.
+  // that copy and do not publish hold the places of the queue as consumers do, and read there what units they are dealt.
   template <class P, class F>
   __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
     if constexpr (Tile::kDeals) {
@@ -293,7 +293,8 @@ struct TileProducer {
         if (share.contributes) {
           body(unit, share);
           if (!publishes) {
-            __syncwarp();
+            // They may be ahead of the queue, with units without tiles by more than it holds.
+            mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
             mbarrier_arrive(ring.queue_empty + queued.slot * 8);
             queued.next();
           }
