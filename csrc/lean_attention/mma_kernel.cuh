@@ -285,7 +285,8 @@ struct TileProducer {
   __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
     if constexpr (Tile::kDeals) {
       Unit unit = range.unit;
-      RingPlace begun(0, kQueue);  // the unit before the one that was told last
+      RingPlace begun(0, kQueue);                                        // the unit before those that were told last
+      const int ahead = unit.tiles.end - unit.tiles.begin <= 2 ? 2 : 1;  // sooner done than the next one is taken
 #pragma unroll 1
       for (int turn = 1;; ++turn) {
         Share share = {unit.tiles, true, true};
@@ -303,8 +304,8 @@ struct TileProducer {
           if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
           next_unit<true>(args, unit);
         } else if (publishes) {
-          // A unit is taken when the consumers begin the one before: who is behind takes fewer.
-          if (turn > 1) {
+          // A unit is taken when the consumers begin the one before, or that before it: who is behind takes fewer.
+          if (turn > ahead) {
             mbarrier_wait(ring.queue_empty + begun.slot * 8, begun.parity);
             begun.next();
           }
