@@ -23,7 +23,7 @@ class Workspace {
   // Counts only: every buffer is null.
   Workspace() = default;
   // Carves. `scratch` holds anything at entry. `sync` is zero before the first launch and every launch leaves it
-  // zero; it belongs to one node on one stream.
+  // zero; it belongs to one node on one stream. A buffer that does not fit is null.
   Workspace(void* scratch, size_t scratch_bytes, void* sync, size_t sync_bytes)
       : scratch_{static_cast<char*>(scratch), scratch_bytes, 0}, sync_{static_cast<char*>(sync), sync_bytes, 0},
         counting_(false) {}
@@ -38,7 +38,6 @@ class Workspace {
   }
 
   bool counting() const { return counting_; }
-  bool overflowed() const { return overflowed_; }  // a buffer did not fit and is null
   size_t scratch_bytes() const { return scratch_.used; }
   size_t sync_bytes() const { return sync_.used; }
 
@@ -53,16 +52,11 @@ class Workspace {
     const size_t begin = arena.used;
     arena.used += round_up(bytes, kWorkspaceAlignment);
     if (counting_) return nullptr;
-    if (arena.used > arena.size) {
-      overflowed_ = true;
-      return nullptr;
-    }
-    return arena.base + begin;
+    return arena.used > arena.size ? nullptr : arena.base + begin;
   }
 
   Arena scratch_, sync_;
   bool counting_ = true;
-  bool overflowed_ = false;
 };
 
 }  // namespace leanfleet

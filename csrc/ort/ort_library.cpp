@@ -239,32 +239,28 @@ Status create_outputs(const Kernel& kernel, OrtKernelContext* context, Call* cal
   return {};
 }
 
-// Carves outputs that the attributes ask for and nobody reads from `memory` (null: only counts); returns
-// their bytes.
-size_t place_unread_outputs(const Kernel& kernel, char* memory, Call* call) {
-  size_t bytes = 0;
+// Outputs that the attributes ask for and nobody reads are buffers of the workspace.
+void place_unread_outputs(const Kernel& kernel, Call* call, Workspace& ws) {
   for (int i = 0; i < call->spec->num_outputs; ++i) {
     Tensor& output = call->outputs[i];
-    if (!output.present() || kernel.connected[i]) continue;
-    if (memory != nullptr) output.data = memory + bytes;
-    bytes += aligned(static_cast<size_t>(output.elements() * element_size(output.dtype)));
+    if (output.present() && !kernel.connected[i])
+      output.data = ws.scratch<char>(output.elements() * element_size(output.dtype));
   }
-  return bytes;
 }
 
 Status launch_on_cpu(Kernel& kernel, OrtKernelContext* context, Call& call) {
   OrtThreads threads(*kernel.op.ort, context);
   const CpuTarget target{&threads};
   Workspace needed;
+  place_unread_outputs(kernel, &call, needed);
   LEANFLEET_RETURN_IF_ERROR(run_cpu(*kernel.op.op, call, target, needed));
-  const size_t unread_bytes = place_unread_outputs(kernel, nullptr, &call);
   Buffer buffer(kernel.allocator.get());
-  LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, needed.sync_bytes() + needed.scratch_bytes() + unread_bytes));
+  LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, needed.sync_bytes() + needed.scratch_bytes()));
   char* const sync = buffer.data();
   char* const scratch = sync + needed.sync_bytes();
   if (needed.sync_bytes() > 0) std::memset(sync, 0, needed.sync_bytes());
-  place_unread_outputs(kernel, scratch + needed.scratch_bytes(), &call);
   Workspace ws(scratch, needed.scratch_bytes(), sync, needed.sync_bytes());
+  place_unread_outputs(kernel, &call, ws);
   LEANFLEET_RETURN_IF_ERROR(run_cpu(*kernel.op.op, call, target, ws));
   return threads.status();
 }
@@ -277,6 +273,7 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
   CudaTarget target;
   LEANFLEET_RETURN_IF_ERROR(current_cuda_target(stream, &target));
   Workspace needed;
+  place_unread_outputs(kernel, &call, needed);
   LEANFLEET_RETURN_IF_ERROR(run_cuda(*kernel.op.op, call, target, needed));
 
   SyncWords::Words* words = nullptr;
@@ -287,13 +284,12 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
   // Without words of its own the node takes scratch, zeroed by a memset that a replay of a capture repeats.
   const size_t own_sync_bytes = words == nullptr ? sync_bytes : 0;
   const Status status = [&]() -> Status {
-    const size_t unread_bytes = place_unread_outputs(kernel, nullptr, &call);
     Buffer buffer(kernel.allocator.get());
-    LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes() + unread_bytes));
+    LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes()));
     char* const scratch = buffer.data() + own_sync_bytes;
     if (own_sync_bytes > 0) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
-    place_unread_outputs(kernel, scratch + needed.scratch_bytes(), &call);
     Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(), sync_bytes);
+    place_unread_outputs(kernel, &call, ws);
     return run_cuda(*kernel.op.op, call, target, ws);
   }();
   if (words != nullptr) kernel.sync_words.give_back(words, status.ok());

@@ -7,6 +7,7 @@ number, raises Impossible.
 
 import copy
 import json
+import re
 import struct
 
 import onnx
@@ -319,10 +320,14 @@ def changed_bytes(data, change):
         return data + data
     if action == "encode":
         return data.decode("latin-1").encode(rest[0], "replace")
+    if action == "foreign":  # a letter of a text becomes a byte that UTF-8 never has
+        found = WORD.search(data, at) or WORD.search(data)
+        return data[: found.end() - 1] + b"\xff" + data[found.end() :] if found else data
     raise Impossible
 
 
-BYTE_ACTIONS = ("gone", "cut", "flip", "insert", "remove", "zero", "twice", "encode")
+WORD = re.compile(rb"[A-Za-z_]{4}")
+BYTE_ACTIONS = ("gone", "cut", "flip", "insert", "remove", "zero", "twice", "encode", "foreign")
 
 
 def draw_bytes_change(source, data):
