@@ -21,6 +21,7 @@ import signal
 import struct
 import subprocess
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -80,8 +81,9 @@ def draw(seed, index):
     source = random.Random(f"{seed}:files:{index}")
     kind = place(index)[0]
     while True:
-        base = source.choice(KINDS[kind].bases())
-        content = contents(kind, base)
+        with MAKING:
+            base = source.choice(KINDS[kind].bases())
+            content = contents(kind, base)
         changes = []
         for _ in range(source.choice((1, 1, 1, 2, 3))):
             name = source.choice([n for n in content for _ in range(KINDS[kind].weights.get(n, 1))])
@@ -134,6 +136,9 @@ def store():
         store.owned = folder  # removed with this process
         return Path(folder.name)
     return Path(told)
+
+
+MAKING = threading.Lock()  # of models: torch exports for one thread at a time, and a run draws in several
 
 
 @functools.cache
