@@ -39,8 +39,11 @@ inline void mbarrier_landed(uint32_t barrier, int bytes) {
   mbarrier_expect(barrier, -bytes);
   mbarrier_settle(mbarrier_at(barrier));
 }
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  return (static_cast<uint32_t>(mbarrier_at(barrier).bits) & 1) != parity;
+}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-  while ((static_cast<uint32_t>(mbarrier_at(barrier).bits) & 1) == parity) simulated::pause();
+  while (!mbarrier_test(barrier, parity)) simulated::pause();
 }
 
 }  // namespace tile
