@@ -351,7 +351,7 @@ __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& 
 }
 
 // The unit that a CTA takes in its turn 1, 2, ...; all lanes of a warp call it. The first two are given: the second is taken when
-// the first begins, so that nobody is behind yet, and goes to the CTAs in turned order. Later ones are the next that nobody has:
+// the first begins, so that nobody is behind yet, and goes to the CTAs in reverse order. Later ones are the next that nobody has:
 // args.tickets[max_ranges] counts them; each CTA asks until there is none, and the last of all to ask puts it back to 0. False:
 // there is none.
 __device__ __forceinline__ bool take(const Args& args, int cta, int turn, Unit& unit) {

@@ -441,10 +441,6 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
-  plan.equal_parts = 0;
-  plan.equal_halved = false;
-  plan.deal_history = -1;
-  plan.deal_heads = 0;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
     plan.key_tile = kFloatTokens;
     plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
@@ -465,12 +461,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     const bool wgmma = takes_wgmma(args);
     if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
-    if (wgmma && plan.row_tile > 16 && !args.packed_tokens && forced_ranges == 0) {
-      Args planned = args;
-      planned.plan = plan;
-      choose_dealing(planned);
-      plan = planned.plan;
-    }
+    if (wgmma && plan.row_tile > 16 && !args.packed_tokens && forced_ranges == 0) choose_dealing(args, plan);
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.

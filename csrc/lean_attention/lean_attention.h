@@ -50,16 +50,16 @@ struct Scales {
 // How the work is cut: a unit of work is one tile of query rows of one key/value head of one request, and its
 // context is cut into key/value tiles. Chosen by the launcher; see schedule.h.
 struct Plan {
-  int32_t key_tile;        // keys of a key/value tile
-  int32_t row_tile;        // packed query rows of a unit: row = token * group + head in the group
-  int32_t unit_overhead;   // cost of starting and finishing a unit, in key/value tiles
-  int32_t max_ranges;      // shares that the work is cut into, at most
-  int32_t min_range_work;  // no share is smaller, in key/value tiles
-  int32_t equal_parts;     // of a unit if all units have equally many tiles: at most so many; 0: no such rule
-  bool equal_halved;       // they are so many, or half, a quarter, ...
-  int32_t deal_history;    // units are dealt out whole if all requests have equally many keys, at most so many before their new
-                           // tokens; -1: they never are
-  int32_t deal_heads;      // heads of requests whose units are dealt before those of others
+  int32_t key_tile;           // keys of a key/value tile
+  int32_t row_tile;           // packed query rows of a unit: row = token * group + head in the group
+  int32_t unit_overhead;      // cost of starting and finishing a unit, in key/value tiles
+  int32_t max_ranges;         // shares that the work is cut into, at most
+  int32_t min_range_work;     // no share is smaller, in key/value tiles
+  int32_t equal_parts = 0;    // of a unit if all units have equally many tiles: at most so many; 0: no such rule
+  bool equal_halved = false;  // they are so many, or half, a quarter, ...
+  int32_t deal_history = -1;  // units are dealt out whole if all requests have equally many keys, at most so many before their
+                              // new tokens; -1: they never are
+  int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
 };
 
 // New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.

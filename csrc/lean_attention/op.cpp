@@ -357,10 +357,6 @@ Plan cpu_plan(const Args& args, int threads) {
   plan.unit_overhead = 0;
   plan.max_ranges = kRangesPerThread * threads;
   plan.min_range_work = 1;
-  plan.equal_parts = 0;
-  plan.equal_halved = false;
-  plan.deal_history = -1;
-  plan.deal_heads = 0;
   return plan;
 }
 

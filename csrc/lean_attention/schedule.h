@@ -445,19 +445,18 @@ LEANFLEET_HD bool is_better_dealt(const Args& args) {
   return longest < even + even / 25 + kUnit + kCut;  // what cuts take of long prompts
 }
 
-// Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known.
-LEANFLEET_HD void choose_dealing(Args& args) {
+// Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known. args.plan is not read.
+LEANFLEET_HD void choose_dealing(const Args& args, Plan& plan) {
   constexpr int64_t kBytes = 24 << 20;  // of keys and values that are read at about the same time: half of the L2 cache
-  Plan& plan = args.plan;
   const bool known = args.seq_lens == nullptr && args.cache_kind != kRagged;  // how many keys there are
-  const int32_t keys = known ? args.capacity : args.tokens;
+  const int32_t keys = known ? args.capacity : args.tokens, all_heads = args.batch * args.kv_heads;
   const int64_t heads = kBytes / (2 * static_cast<int64_t>(args.key_width + args.value_width) * max32(keys, 1));
-  plan.deal_heads =
-      heads < 1 ? 1 : static_cast<int32_t>(heads < args.batch * args.kv_heads ? heads : args.batch * args.kv_heads);
+  plan.deal_heads = heads < 1 ? 1 : static_cast<int32_t>(heads < all_heads ? heads : all_heads);
   plan.deal_history = -1;
   Args all = args;
   all.seq_lens = all.query_lens = nullptr;
   all.cache_kind = kDense;
+  all.plan = plan;
   for (int32_t history = known ? args.capacity - args.tokens : 0; history >= 0 && history <= args.capacity - args.tokens;
        history = history == 0 ? 512 : 8 * history) {
     all.capacity = history + args.tokens;

@@ -1,5 +1,5 @@
 // LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
-// mma_kernel.cuh, whose producer and queue it takes over. Warpgroups compute, each 64 rows of a unit and all tokens, with
+// mma_kernel.cuh, whose producer and queue it takes over, or for the whole units that it is dealt (schedule.h). Warpgroups compute, each 64 rows of a unit and all tokens, with
 // wgmma: S = Q K^T from shared memory, O += P V with P in registers. Three of them where registers suffice, which the softmax of
 // narrow heads needs: it takes as long as their products. Heads of more than 128 have tiles of 64 tokens, so that the output of
 // 256 columns fits in registers beside the logits; their products take twice as long as the softmax.
@@ -702,7 +702,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    named_barrier(5, 128);
+    named_barrier(5, 128);  // of producers alone
     TileProducer<T, Tile, false> producer{args,
                                           loads,
                                           &key_map,

@@ -237,8 +237,8 @@ int dealt_history(int batch, int kv_heads, int group, int tokens, int capacity, 
   args.tokens = tokens, args.capacity = capacity, args.causal = true;
   args.key_width = args.value_width = 128;
   if (!known) args.seq_lens = seq_lens.data();
-  args.plan = {128, 128, 4, 132, 2, 0, false, -1, 0};
-  choose_dealing(args);
+  args.plan = {128, 128, 4, 132, 2, 0, false};
+  choose_dealing(args, args.plan);
   require(args.plan.deal_heads >= 1 && args.plan.deal_heads <= batch * kv_heads, "no such number of heads", args);
   return args.plan.deal_history;
 }
@@ -312,7 +312,7 @@ int main() {
         args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1,
         args.capacity = 140;
         args.seq_lens = seq_lens, args.causal = true;
-        args.plan = {64, 16, overhead, ranges, 1, 0, false, -1, 0};
+        args.plan = {64, 16, overhead, ranges, 1, 0, false};
         check_schedule(args);
         if (ranges == 1 && overhead == 0) check_tiles(args);
         ++schedules;
@@ -331,7 +331,7 @@ int main() {
     args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
     args.capacity = pick(1, 63, 64, 65, 200, 1000);
     args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
-                 pick(1, 2, 10), pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0, -1, 0};
+                 pick(1, 2, 10), pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
     std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
     const auto length = [&](int limit) {  // garbage included
       const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
@@ -381,7 +381,7 @@ int main() {
     std::vector<Request> pieces;
     for (int i = 0; i < args.batch; ++i) pieces.push_back(piece(args, i));
     args.pieces = pieces.data();
-    args.plan = {pick(16, 64, 128), args.group * args.tokens, pick(0, 1, 5), pick(1, 7, 132), pick(1, 2), 0, false, -1, 0};
+    args.plan = {pick(16, 64, 128), args.group * args.tokens, pick(0, 1, 5), pick(1, 7, 132), pick(1, 2), 0, false};
     check_pieces(args, offsets);
     check_schedule(args);
     check_tiles(args);
@@ -396,7 +396,7 @@ int main() {
     args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1,
     args.capacity = 1 << 29;
     args.seq_lens = seq_lens.data(), args.causal = true;
-    args.plan = {64, 16, 1, 264, 2, 0, false, -1, 0};
+    args.plan = {64, 16, 1, 264, 2, 0, false};
     check_schedule(args);
     ++schedules;
   }
