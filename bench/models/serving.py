@@ -50,11 +50,45 @@ SHAPES = {
     ),
 }
 SHAPES["llama-3.2-1b"] = SHAPES["llama-1b"] | {"vocab_size": 128256}
+SHAPES["llama-3-8b"] = dict(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+# Hybrids: attention and Mamba-2 in each layer; the gated delta rule (keys of 96, values of 192) in three layers of four.
+SHAPES["falcon-h1-1.5b"] = dict(
+    model_type="falcon_h1",
+    vocab_size=65537,
+    hidden_size=2048,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    mamba_d_ssm=3072,
+    mamba_n_heads=48,
+    mamba_d_head=64,
+    mamba_d_state=256,
+)
+SHAPES["olmo-hybrid-7b-8-layers"] = dict(model_type="olmo_hybrid", vocab_size=100352, num_hidden_layers=8)
+POSITIONS = 32768
+
+
+def config_of(shape, layers=None):
+    """The transformers configuration of a shape. layers: how many, in place of its own number."""
+    from transformers import AutoConfig
+
+    sizes = {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": POSITIONS} | SHAPES[shape]
+    return AutoConfig.for_model(**sizes | ({"num_hidden_layers": layers} if layers else {}))
 
 
 def command_export(args):
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from leanfleet.export import export_decoder
     from leanfleet.export.serving import export_for_serving
@@ -65,8 +99,7 @@ def command_export(args):
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **({"gguf_file": gguf.name} if gguf else {}))
     else:
         torch.manual_seed(0)
-        sizes = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=32768, tie_word_embeddings=True)).to(dtype)
+        model = AutoModelForCausalLM.from_config(config_of(args.shape, args.layers), dtype=dtype)
     # Random weights that only the other machine has cannot be verified here.
     for name in args.ways:
         if name == "padded":

@@ -1,12 +1,14 @@
 """An exported decoder beside vLLM on the same shapes, requests and GPU, by wall clock as a user of either sees it.
 
     python -m bench.models.serving export DIR --shape llama-3.2-1b --dtype float16 --weightless --ways continuous
-    python -m bench.models.vllm ours DIR OURS.json [--seed HEX]
-    python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX]
+    python -m bench.models.vllm ours DIR OURS.json [--seed HEX] [--drawn N | --kernels]
+    python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm table OURS.json VLLM.json OUT
 
 `table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md. ratio above 1 means
 that ours is faster. Weights are random on both sides (vLLM's load_format="dummy"), answers end at their length.
+
+--kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
 
 step      milliseconds a token of a batch: (time of 1 + STEPS new tokens - time of 1) / STEPS
 prompt    milliseconds until every request of a batch has its first token
@@ -18,26 +20,31 @@ shape once before. The random lines are drawn from --seed. Medians of ROUNDS.
 
 import argparse
 import gc
+import gzip
 import json
 import random
 import statistics
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from bench.models.serving import SHAPES, fill_randomly, requests
+from bench.models.serving import config_of, fill_randomly, requests
 
 STEPS, ROUNDS, BLOCK = 256, 2, 16
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
 SERVING = dict(requests=256, prompt=802, answer=168, running=64, step_tokens=2048)
 LINES = [(1, 2000), (16, 2000), (64, 1000), (1, 30_000), (16, 8000)]  # (batch, context)
+PROFILED, PROFILED_STEPS = [(16, 2000), (1, 30_000)], 16
+NAMED = 10  # kernels of a line in the table
 
 
-def shapes(seed):
+def shapes(seed, count=8):
     """The fixed shapes, and some drawn from a seed: batches of 1 to 256, at most 150,000 tokens in all."""
     draw, drawn = random.Random(seed), []
-    while len(drawn) < 8:
+    while len(drawn) < count:
         batch, context = draw.choice((1, 2, 4, 8, 12, 24, 32, 48, 100, 128, 256)), int(2 ** draw.uniform(6, 14.9))
         if batch * context <= 150_000:
             drawn.append((batch, context))
@@ -68,19 +75,28 @@ class Ours:
             self.batch.add(prompt, count, stop_tokens=())
         self.batch.run()
 
+    def profile(self, folder, prompts, answers):
+        """Runs requests and leaves a trace in the folder."""
+        import torch
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.run(prompts, answers)
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(f"{folder}/trace.json")
+
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
 class Vllm:
     def __init__(self, folder, model):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         self.model = folder / "vllm"
-        self.model.mkdir(exist_ok=True)
-        sizes = SHAPES[model]
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
-        config |= {"hidden_act": "silu", "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "torch_dtype": "float16"}
-        config |= {"head_dim": sizes["hidden_size"] // sizes["num_attention_heads"], "rope_theta": 10_000.0, "vocab_size": 1}
-        (self.model / "config.json").write_text(json.dumps(config | sizes))
-        self.engine, self.opened = None, None
+        config = config_of(model)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.dtype = "float16"
+        config.save_pretrained(self.model)
+        self.engine, self.opened, self.traces = None, None, None
 
     def open(self, running, tokens, step_tokens):
         from vllm import LLM
@@ -91,6 +107,7 @@ class Vllm:
         self.engine = None
         gc.collect()
         self.opened = wanted
+        profiler = {"profiler": "torch", "torch_profiler_dir": self.traces, "torch_profiler_with_stack": False}
         self.engine = LLM(
             model=str(self.model),
             load_format="dummy",
@@ -100,6 +117,7 @@ class Vllm:
             max_num_batched_tokens=step_tokens,
             gpu_memory_utilization=0.6,
             disable_log_stats=True,
+            **({"profiler_config": profiler} if self.traces else {}),
         )
 
     def run(self, prompts, answers):
@@ -107,6 +125,15 @@ class Vllm:
 
         settings = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in answers]
         self.engine.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
+
+    def profile(self, folder, prompts, answers):
+        """Runs requests and leaves a trace in the folder."""
+        before = set(Path(self.traces).iterdir())
+        self.engine.start_profile()
+        self.run(prompts, answers)
+        self.engine.stop_profile()
+        for path in set(Path(self.traces).iterdir()) - before:
+            path.rename(Path(folder) / path.name)
 
     versions = staticmethod(lambda: {"vllm": __import__("vllm").__version__})
 
@@ -120,12 +147,33 @@ def timed(engine, prompts, answers):
     return statistics.median(times[1:])
 
 
-def measure(arguments):
-    model = json.loads((arguments.folder / "bench.json").read_text())["model"]
-    engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
-    vocabulary, rows = SHAPES[model]["vocab_size"], []
-    draw = np.random.default_rng(0)
-    for batch, context, section in shapes(arguments.seed):
+def kernels(engine, prompts, answer):
+    """Milliseconds and launches by a kernel's name, copies included, of requests that run once."""
+    times, launches = Counter(), Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        engine.profile(folder, prompts, [answer] * len(prompts))
+        for path in Path(folder).rglob("*.json*"):
+            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+                for event in json.load(file)["traceEvents"]:
+                    if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+                        times[event["name"]] += event["dur"] / 1e3
+                        launches[event["name"]] += 1
+    return times, launches
+
+
+def profiled(engine, place, prompts):
+    """Rows of the kernels of a batch's prompts, and of a step behind them."""
+    first, whole = (kernels(engine, prompts, answer) for answer in (1, 1 + PROFILED_STEPS))
+    step = [Counter({k: (a[k] - b[k]) / PROFILED_STEPS for k in a}) for a, b in zip(whole, first)]
+    for kind, (times, launches) in (("prompt", first), ("step", step)):
+        named = [{"name": name, "launches": launches[name], "ms": ms} for name, ms in times.most_common(3 * NAMED)]
+        yield {"kind": kind, **place, "ms": sum(times.values()), "kernels": named}
+
+
+def timings(engine, model, lines, serving):
+    """Rows of the lines, and one of serving."""
+    draw, vocabulary, rows = np.random.default_rng(0), config_of(model).vocab_size, []
+    for batch, context, section in lines:
         engine.open(batch, context + STEPS + 1, MOST_TOKENS)
         prompts = [draw.integers(0, vocabulary, context).tolist() for _ in range(batch)]
         first, whole = (timed(engine, prompts, [count] * batch) for count in (1, 1 + STEPS))
@@ -133,6 +181,8 @@ def measure(arguments):
         rows.append({"kind": "step", **place, "value": 1e3 * (whole - first) / STEPS})
         rows.append({"kind": "prompt", **place, "value": 1e3 * first})
         print(f"{batch} x {context}: {rows[-2]['value']:.3f} ms a step, {rows[-1]['value']:.1f} ms prompts", flush=True)
+    if not serving:
+        return rows
     work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], vocabulary)
     engine.open(SERVING["running"], max(len(p) + a for p, a in work), SERVING["step_tokens"])
     seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
@@ -140,16 +190,42 @@ def measure(arguments):
     place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
     rows.append({"kind": "serving", **place, "value": rate})
     print(f"serving: {rate:.0f} tokens a second", flush=True)
+    return rows
+
+
+def traced(engine, model):
+    """Rows of the kernels of PROFILED."""
+    draw, rows = np.random.default_rng(0), []
+    with tempfile.TemporaryDirectory() as engine.traces:
+        for batch, context in PROFILED:
+            engine.open(batch, context + STEPS + 1, MOST_TOKENS)
+            prompts = [draw.integers(0, config_of(model).vocab_size, context).tolist() for _ in range(batch)]
+            timed(engine, prompts, [1 + PROFILED_STEPS] * batch)
+            rows += profiled(engine, {"model": model, "batch": batch, "context": context}, prompts)
+            print(
+                f"{batch} x {context}: kernels of {rows[-2]['ms']:.1f} ms of prompts, {rows[-1]['ms']:.3f} ms of a step",
+                flush=True,
+            )
+    return rows
+
+
+def measure(arguments):
+    model = json.loads((arguments.folder / "bench.json").read_text())["model"]
+    engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
+    if arguments.kernels:
+        rows = {"kernels": traced(engine, model)}
+    else:
+        rows = {"rows": timings(engine, model, shapes(arguments.seed, arguments.drawn), not arguments.no_serving)}
     import torch
 
     result = {"seed": f"{arguments.seed:x}", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
-    arguments.out.write_text(json.dumps({**result, **engine.versions(), "rows": rows}, indent=1) + "\n")
+    arguments.out.write_text(json.dumps({**result, **engine.versions(), **rows}, indent=1) + "\n")
 
 
 def table(arguments):
     ours, theirs = (json.loads(path.read_text()) for path in (arguments.ours, arguments.theirs))
-    lines, facts = [], {k: v for side in (ours, theirs) for k, v in side.items() if k != "rows"}
-    for a, b in zip(ours["rows"], theirs["rows"], strict=True):
+    lines, facts = [], {k: v for side in (ours, theirs) for k, v in side.items() if k not in ("rows", "kernels")}
+    for a, b in zip(ours.get("rows", ()), theirs.get("rows", ()), strict=True):
         place = {k: a[k] for k in ("kind", "model", "batch", "context", "section")}
         if place != {k: b[k] for k in place} or ours["device"] != theirs["device"]:
             raise SystemExit(f"{arguments.ours} and {arguments.theirs} are not of the same lines and device: {place}")
@@ -159,24 +235,40 @@ def table(arguments):
         kind: statistics.geometric_mean(line["ratio"] for line in lines if line["kind"] == kind)
         for kind in dict.fromkeys(line["kind"] for line in lines)
     }
-    report = {**facts, "geometric_means": means, "lines": lines}
+    traced = [{"side": name, **row} for name, side in (("ours", ours), ("vllm", theirs)) for row in side.get("kernels", ())]
+    report = {**facts, "geometric_means": means, "lines": lines, "kernels": traced}
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(text(report))
 
 
 def text(report):
-    """The table in Markdown."""
+    """The tables in Markdown."""
+    title = f"# Beside vLLM\n\n{report['device']}, {report['date']}, onnxruntime {report['onnxruntime']}, vLLM {report['vllm']}"
+    return title + ((line_table(report) if report["lines"] else ".\n") + "".join(map(kernel_table, report.get("kernels", ()))))
+
+
+def line_table(report):
     lines = [
-        f"# Beside vLLM\n\n{report['device']}, {report['date']}, onnxruntime {report['onnxruntime']}, vLLM {report['vllm']}, "
-        f"random lines of seed {report['seed']}. Steps and prompts in milliseconds, serving in answer tokens a second.\n"
+        f", random lines of seed {report['seed']}. Steps and prompts in milliseconds, serving in answer tokens a second.\n",
+        "| kind | model | batch | context | section | ours | vLLM | ratio |\n" + "|---" * 8 + "|",
     ]
-    lines.append("| kind | model | batch | context | section | ours | vLLM | ratio |\n" + "|---" * 8 + "|")
     for line in report["lines"]:
         values = f"{line['ours']:.2f} | {line['vllm']:.2f} | {line['ratio']:.2f}"
         place = f"{line['kind']} | {line['model']} | {line['batch']} | {line['context']} | {line['section']}"
         lines.append(f"| {place} | {values} |")
     means = ", ".join(f"{kind} {mean:.3f}" for kind, mean in report["geometric_means"].items())
     return "\n".join([*lines, f"\nGeometric means: {means}; above 1, ours is faster."]) + "\n"
+
+
+def kernel_table(row):
+    side = {"ours": "ours", "vllm": "vLLM"}[row["side"]]
+    lines = [
+        f"\n## {side}: {row['kind']} of {row['model']}, {row['batch']} x {row['context']}\n",
+        f"Kernels and copies take {row['ms']:.3f} ms.\n\n| ms | launches | kernel |\n|---|---|---|",
+    ]
+    for kernel in row["kernels"][:NAMED]:
+        lines.append(f"| {kernel['ms']:.3f} | {kernel['launches']:g} | `{kernel['name'].replace('|', ' ')[:120]}` |")
+    return "\n".join(lines) + "\n"
 
 
 def main():
@@ -187,6 +279,9 @@ def main():
         command.add_argument("folder", type=Path)
         command.add_argument("out", type=Path)
         command.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of the random lines, hexadecimal")
+        command.add_argument("--drawn", type=int, default=8, help="random lines")
+        command.add_argument("--no-serving", action="store_true", help="steps and prompts alone")
+        command.add_argument("--kernels", action="store_true", help="where two lines' time goes, in place of timings")
         command.set_defaults(run=measure, side=side)
     command = commands.add_parser("table")
     for name in ("ours", "theirs", "out"):

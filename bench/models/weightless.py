@@ -17,7 +17,7 @@ from leanfleet.export.experts import interleave
 
 DATA, PLAN = "model.onnx.data", "weights.json"
 SMALL = 256  # bytes; smaller initializers stay in the graph
-LARGEST_KEPT = 1 << 22  # bytes of another initializer that stays in the graph
+LARGEST_KEPT = 1 << 23  # bytes of another initializer that stays in the graph
 ALIGNMENT = 4096  # of weights in their file
 KEY = 16  # elements of a row by which its parameter is looked up
 Parameters = Mapping[str, torch.Tensor]  # by name
@@ -66,7 +66,7 @@ def strip(folder: str | Path, parameters: Parameters) -> int:
     The exporter renames parameters, transposes those of products, packs products of one input, and doubles tied ones: each
     weight's values say which parameters it is made of. Some initializers stay in the graph, and so do their values: small
     ones, those that are no parameters, such as rotary tables, and those that may be one of several parameters of equal
-    values, such as the norms of an untrained model. ValueError for one of the last two above 4 MiB.
+    values, such as the norms of an untrained model. ValueError for one of the last two above 8 MiB.
     """
     folder = Path(folder)
     path = folder / "model.onnx"
