@@ -1191,7 +1191,8 @@ def _silu(ops, x):
 
 
 def _gated_activation(ops, x, a, ranks):
-    gate, up = (ops.float(ops.Gather(x.gate_up, i, axis=2)) for i in (0, 1))
+    pair = (x.gate_up, x.up) if x.up is not None else (ops.Gather(x.gate_up, i, axis=2) for i in (0, 1))
+    gate, up = map(ops.float, pair)
     if a.activation == "silu":
         active = _silu(ops, gate)
     elif a.activation == "relu":

@@ -1629,9 +1629,10 @@ def _counted(token_counts, rows, tokens):
 
 
 def gated_activation(
-    gate_up: torch.Tensor, *, activation: str = "silu", compute_dtype: torch.dtype | None = None
+    gate_up: torch.Tensor, up: torch.Tensor | None = None, *, activation: str = "silu", compute_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor]:
-    """activation(gate) * up of gate_up T [B,N,2,F], the gate first: (output T [B,N,F],).
+    """activation(gate) * up of gate_up T [B,N,2,F], the gate first: (output T [B,N,F],). Or of gate_up T [B,N,F], the gate
+    alone, and up T [B,N,F].
 
     activation: "silu", "gelu", "gelu_tanh" or "relu". Computed in float32, in float64 for float64 inputs, and rounded once.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 5. Raises ValueError for another shape or activation.
@@ -1644,7 +1645,9 @@ def gated_activation(
         print(output.shape)  # torch.Size([1, 3, 4])
     """
     match, _, compute, _ = _begin("GatedActivation", "bhnd", gate_up, compute_dtype)
-    match("gate_up", gate_up, "T", "B N 2 F")
+    match("gate_up", gate_up, "T", "B N 2 F" if up is None else "B N F")
+    if up is not None:
+        match("up", up, "T", "B N F")
     activations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
@@ -1654,8 +1657,8 @@ def gated_activation(
     _check(
         activation in activations, f"GatedActivation: activation is {activation!r}; expected one of {', '.join(activations)}"
     )
-    gate, up = gate_up.to(compute).unbind(2)
-    return ((activations[activation](gate) * up).to(gate_up.dtype),)
+    gate, values = gate_up.unbind(2) if up is None else (gate_up, up)
+    return ((activations[activation](gate.to(compute)) * values.to(compute)).to(gate_up.dtype),)
 
 
 # Collectives and MergeAttention

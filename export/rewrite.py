@@ -705,7 +705,8 @@ def _gated_activation_back(ops, node, options):
     x, kind = node.inputs[0], nodes.attributes(node).get("activation", "silu")
     if kind.startswith("gelu") and options["opset"] < 20:
         raise nodes.Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
-    gate, up = (ops.Gather(x, i, axis=2) for i in (0, 1))
+    apart = len(node.inputs) > 1 and node.inputs[1] is not None
+    gate, up = node.inputs if apart else (ops.Gather(x, i, axis=2) for i in (0, 1))
     if kind == "silu":
         active = ops.Mul(gate, ops.Sigmoid(gate))
     elif kind == "relu":

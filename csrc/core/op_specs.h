@@ -292,14 +292,15 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace sample_tokens
 
 namespace gated_activation {
-enum Input { kGateUp };
+enum Input { kGateUp, kUp };
 enum Output { kOutOutput };
 enum Attr { kAttrActivation };
 enum Dim { kDimB, kDimN, kDimF };
 enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu };
 inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu"};
 inline constexpr TensorSpec kInputs[] = {
-    {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}}},
+    {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"up", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
@@ -309,7 +310,7 @@ inline constexpr AttrSpec kAttrs[] = {
 };
 inline constexpr const RuleSpec* kRules = nullptr;
 inline constexpr const char* kSymbols[] = {"B", "N", "F"};
-inline constexpr OpSpec kSpec = {"GatedActivation", 1, 1, 1, 1, 0, 3, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr OpSpec kSpec = {"GatedActivation", 1, 2, 1, 1, 0, 3, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 

@@ -20,8 +20,8 @@ template <class T, Kind kind>
 void rows_of(const Args& args, int64_t begin, int64_t end) {
   const int64_t width = args.width;
   for (int64_t row = begin; row < end; ++row) {
-    const T* const gate = static_cast<const T*>(args.gate_up) + 2 * row * width;
-    const T* const up = gate + width;
+    const T* const gate = static_cast<const T*>(args.gate) + row * args.pitch;
+    const T* const up = static_cast<const T*>(args.up) + row * args.pitch;
     T* const out = static_cast<T*>(args.output) + row * width;
     int64_t i = 0;
     for (; i + kLanes <= width; i += kLanes) store(out + i, activated<kind>(load(gate + i)) * load(up + i));

@@ -9,11 +9,11 @@ namespace leanfleet::gated_activation {
 enum class Kind : int32_t { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct Args {
-  const void* gate_up;  // T [rows,2,width]
-  void* output;         // T [rows,width]
-  int32_t dtype;        // DType of T
+  const void *gate, *up;  // T [rows,width], rows `pitch` elements apart
+  void* output;           // T [rows,width]
+  int32_t dtype;          // DType of T
   Kind activation;
-  int64_t rows, width;
+  int64_t rows, width, pitch;
 };
 
 constexpr float kSqrtHalf = 0.707106781f;

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
   const auto at = static_cast<int64_t>(blockIdx.x % blocks_of_row * kThreads + threadIdx.x) * kChunk;
   if (at >= args.width) return;
   for (int64_t row = blockIdx.x / blocks_of_row; row < args.rows; row += gridDim.x / blocks_of_row) {
-    const T* const gate = static_cast<const T*>(args.gate_up) + 2 * row * args.width + at;
-    const T* const up = gate + args.width;
+    const T* const gate = static_cast<const T*>(args.gate) + row * args.pitch + at;
+    const T* const up = static_cast<const T*>(args.up) + row * args.pitch + at;
     T* const out = static_cast<T*>(args.output) + row * args.width + at;
     if constexpr (kWide) {
       Chunk a, b, c;
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
 template <class T, Kind kind>
 int launch_kind(const Args& args, cudaStream_t stream) {
   constexpr int64_t kChunk = 16 / sizeof(T);
-  const bool wide = args.width % kChunk == 0 && reinterpret_cast<uintptr_t>(args.gate_up) % 16 == 0 &&
-                    reinterpret_cast<uintptr_t>(args.output) % 16 == 0;
+  bool wide = args.width % kChunk == 0;
+  for (const void* data : {args.gate, args.up, static_cast<const void*>(args.output)})
+    wide = wide && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   const int64_t chunks = wide ? args.width / kChunk : args.width, blocks_of_row = (chunks + kThreads - 1) / kThreads;
   const int64_t rows = args.rows * blocks_of_row > kMostBlocks ? kMostBlocks / blocks_of_row : args.rows;
   const auto blocks = static_cast<unsigned>(rows * blocks_of_row), of_row = static_cast<unsigned>(blocks_of_row);

@@ -18,12 +18,19 @@ constexpr int64_t kPiece = 8192;  // elements of the output: fewer are sooner do
 
 Args make_args(const Call& call) {
   Args args = {};
-  args.gate_up = call.inputs[kGateUp].data;
   args.output = call.outputs[kOutOutput].data;
   args.dtype = static_cast<int32_t>(call.inputs[kGateUp].dtype);
   args.activation = static_cast<Kind>(call.attrs[kAttrActivation].i);
   args.rows = call.dims[kDimB] * call.dims[kDimN];
   args.width = call.dims[kDimF];
+  args.gate = call.inputs[kGateUp].data;
+  args.up = call.inputs[kUp].data;
+  args.pitch = args.width;
+  if (!call.inputs[kUp].present()) {  // behind the gate
+    const int64_t bytes = args.width * element_size(call.inputs[kGateUp].dtype);
+    args.up = static_cast<const char*>(args.gate) + bytes;
+    args.pitch *= 2;
+  }
   return args;
 }
 

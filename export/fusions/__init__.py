@@ -14,13 +14,17 @@ from leanfleet.export import function_bodies
 from leanfleet.export.fusions.cancel_transposes import cancel_transposes
 from leanfleet.export.fusions.divide_by_roots import divide_by_roots
 from leanfleet.export.fusions.drop_transposes import drop_transposes
+from leanfleet.export.fusions.fold_scales import fold_scales
 from leanfleet.export.fusions.fuse_gates import fuse_gates
 from leanfleet.export.fusions.fuse_residuals import fuse_residuals
 from leanfleet.export.fusions.fuse_rotary import fuse_rotary
 from leanfleet.export.fusions.fuse_rotated_halves import fuse_rotated_halves
 from leanfleet.export.fusions.graph import MICROSOFT, set_function
+from leanfleet.export.fusions.merge_splits import merge_splits
+from leanfleet.export.fusions.narrow_norms import narrow_norms
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
+from leanfleet.export.fusions.plain_softplus import plain_softplus
 from leanfleet.export.fusions.rotate_inside import rotate_inside
 from leanfleet.export.fusions.attend_packed import attend_packed
 
@@ -32,8 +36,12 @@ Pass = Callable[[ir.Model, int | None], int]
 PASSES: tuple[Pass, ...] = (
     cancel_transposes,
     divide_by_roots,
+    fold_scales,
     pack_projections,
-    fuse_gates,  # of packed projections
+    merge_splits,  # of packed projections
+    fuse_gates,  # likewise
+    plain_softplus,
+    narrow_norms,  # that divide by roots
     fuse_residuals,  # norms that divide by roots
     fuse_rotary,
     fuse_rotated_halves,  # for models without nodes of fuse_rotary

@@ -1,9 +1,10 @@
-"""Gated feed-forward layers: Split, activation and product -> GatedActivation."""
+"""Gates: Split, activation and product, or activation and product of two values -> GatedActivation."""
 
+import numpy as np
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import MICROSOFT, adder, constant, producer, take_over
+from leanfleet.export.fusions.graph import MICROSOFT, Op, adder, constant, named, producer, take_over
 
 
 def _halves(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
@@ -38,9 +39,99 @@ def _activation(value: ir.Value | None) -> tuple[str, ir.Value] | None:
     return None
 
 
+def _read_once(value: ir.Value) -> bool:
+    return len(list(value.uses())) == 1 and not value.is_graph_output()
+
+
+def _swap_halves(graph: ir.Graph, x: ir.Value) -> bool:
+    """Whether the halves of x, a product with a constant matrix plus a constant vector at most, have changed places."""
+    nodes, value = [], x
+    while value is not None and _read_once(value) and (node := producer(value, "Add", "MatMul")):
+        place = next((i for i in (1, 0) if constant(node.inputs[i]) is not None), None)
+        if place is None or constant(node.inputs[place]).shape[-1:] != (x.shape[-1],) or not _read_once(node.inputs[place]):
+            return False
+        nodes.append((node, place))
+        if node.op_type == "MatMul":
+            break
+        value = node.inputs[1 - place]
+    if not nodes or nodes[-1][0].op_type != "MatMul" or nodes[-1][1] != 1:
+        return False
+    for node, place in nodes:
+        old = node.inputs[place]
+        first, second = np.split(constant(old), 2, axis=-1)
+        new = ir.Value(name=f"{old.name}_swapped", const_value=ir.tensor(np.concatenate([second, first], -1), dtype=old.dtype))
+        new.dtype, new.shape = old.dtype, old.shape
+        graph.register_initializer(new)
+        node.replace_input_with(place, new)
+    return True
+
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _narrow(value: ir.Value | None) -> ir.Value | None:
+    """What a Cast to float32 widens; the value itself where there is none."""
+    cast = producer(value, "Cast")
+    inner = cast.inputs[0] if cast is not None and value.dtype == ir.DataType.FLOAT else None
+    return value if inner is None or inner.dtype not in _TYPES else inner
+
+
+def _apart(node: ir.Node) -> tuple[str, ir.Value, ir.Value] | None:
+    """(activation, gate, values) where a Mul node is of an activated gate and values of its shape, that may both have been
+    widened to float32 before or after the activation."""
+    for active, up in (node.inputs, tuple(reversed(node.inputs))):
+        found = _activation(active) or _activation(_narrow(active))
+        if found is None or up is None:
+            continue
+        gate = _narrow(found[1])
+        if gate.shape is None or up.shape is None or not named(gate.shape) or list(gate.shape) != list(up.shape):
+            continue
+        if gate.dtype in _TYPES and all(isinstance(n, int) for n in gate.shape[2 if len(gate.shape) > 2 else 1 :]):
+            return found[0], gate, up
+    return None
+
+
+def _rows(op: Op, value: ir.Value) -> ir.Value:
+    """A value [R,F], [B,N,F] or [B,N,H,D] as the operator takes it."""
+    sizes = list(value.shape)
+    if len(sizes) == 3:
+        return value
+    if len(sizes) == 2:
+        found = op("Unsqueeze", value, op("Constant", value_ints=[0]))
+    else:
+        found = op("Reshape", value, op("Constant", value_ints=[0, 0, int(np.prod(sizes[2:]))]))
+    found.type = value.type
+    return found
+
+
+def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> None:
+    op, product, dtype = adder(graph, node), node.outputs[0], gate.dtype
+    sizes, narrow = list(product.shape), _narrow(up)
+    if narrow.dtype != dtype:  # of more than the gate's type: rounded, as the result is
+        narrow = op("Cast", up, to=dtype)
+        narrow.dtype, narrow.shape = dtype, up.shape
+    new = op("GatedActivation", _rows(op, gate), _rows(op, narrow), domain=spec.DOMAIN, activation=kind)
+    if len(sizes) == 2:
+        new = op("Squeeze", new, op("Constant", value_ints=[0]))
+    elif len(sizes) == 4:
+        new = op("Reshape", new, op("Constant", value_ints=[0, 0, *sizes[2:]]))
+    new.dtype, new.shape = dtype, product.shape
+    uses = [use.node for use in product.uses()]
+    rounds = len(uses) == 1 and uses[0].op_type == "Cast" and uses[0].outputs[0].dtype == dtype
+    if product.dtype == dtype:
+        take_over(product, new)
+    elif rounds and not product.is_graph_output():
+        take_over(uses[0].outputs[0], new)
+        graph.remove(uses[0], safe=True)
+    else:
+        take_over(product, op("Cast", new, to=product.dtype))
+    graph.remove(node, safe=True)
+
+
 def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
-    """Products of an activated first half of a value and its second half become GatedActivation: one kernel for three or four.
-    After pack_projections. Returns how many.
+    """Products of an activated half of a value and its other half become GatedActivation: one kernel for three or four. Where
+    the gate is the second half, the columns of the matrix before it change places. So do products of an activated value and
+    another of its shape, with the casts to float32 and back around them. After pack_projections. Returns how many.
     """
     count = 0
     for node in list(model.graph):
@@ -48,7 +139,12 @@ def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
             continue
         for active, up in (node.inputs, tuple(reversed(node.inputs))):
             found, halves = _activation(active), _halves(up)
-            if found is None or halves is None or found[1] is not halves[1] or up is not halves[2]:
+            if found is None or halves is None:
+                continue
+            if found[1] is halves[2] and up is halves[1]:
+                if not _swap_halves(model.graph, halves[0]):
+                    continue
+            elif found[1] is not halves[1] or up is not halves[2]:
                 continue
             x, op = halves[0], adder(model.graph, node)
             pairs = op("Reshape", x, op("Constant", value_ints=[0, 0, 2, halves[3]]))
@@ -58,6 +154,10 @@ def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
             model.graph.remove(node, safe=True)
             count += 1
             break
+        else:
+            if (found := _apart(node)) is not None:
+                _fuse_apart(model.graph, node, *found)
+                count += 1
     if count:
         model.opset_imports.setdefault(spec.DOMAIN, 1)
     return count

@@ -326,8 +326,8 @@ def test_rotated_halves_of_heads(form, dtype):
     # Tables in 16 bits lose about as much again as the module does, which rotates in float32.
     found = fused_and_compared(module, (x, positions), ({0: BATCH, 1: TOKENS},) * 2, "RotaryEmbedding", 3)
     assert (found.count("RotaryEmbedding"), found.count("Cos")) == (4 if form == "plain" else 0, 1)
-    if form == "plain":  # angles, two tables, and two layers' factors of 0.1
-        assert found.count("Mul") == 5
+    if form == "plain":  # angles and two tables; the factors of 0.1 are in matrices
+        assert found.count("Mul") == 3
 
 
 def test_rotated_halves_in_float64():
@@ -429,8 +429,12 @@ def test_each_pass_reports_how_often_it_applied():
     assert counts == {
         "cancel_transposes": 0,
         "divide_by_roots": 1,
+        "fold_scales": 0,
         "pack_projections": 2,
+        "merge_splits": 0,
         "fuse_gates": 0,
+        "plain_softplus": 0,
+        "narrow_norms": 0,
         "fuse_residuals": 0,
         "fuse_rotary": 2,
         "fuse_rotated_halves": 0,
@@ -497,8 +501,9 @@ GELU_TANH = torch.nn.GELU(approximate="tanh")
         (Gated(GELU_TANH, packed=True), 1),
         (Gated(torch.nn.ReLU()), 1),
         (Gated(torch.nn.Sigmoid()), 0),
-        (Gated(torch.nn.SiLU(), order=(1, 0)), 0),  # the gate behind the values
-        (Gated(torch.nn.SiLU(), order=(0, 0)), 0),
+        (Gated(torch.nn.SiLU(), order=(1, 0)), 1),  # the gate behind the values
+        (Gated(GELU_TANH, packed=True, order=(1, 0)), 1),
+        (Gated(torch.nn.SiLU(), order=(0, 0)), 1),  # of values apart
         (Gated(torch.nn.SiLU(), widths=(24, 1)), 0),  # broadcast
     ],
     ids=str,
@@ -552,3 +557,116 @@ def test_transposes_that_undo_each_other():
     assert [n.op_type for n in model.graph].count("Transpose") == 4
     for a, b in zip(before, run(), strict=True):
         assert np.array_equal(a, b)
+
+
+class Mamba(torch.nn.Module):
+    """The parts of a Mamba-2 layer that are no operators of ours: a product with factors on both sides, whose parts are split
+    twice and joined again, softplus, gates in float32, and a norm whose weight is applied in float32."""
+
+    def __init__(self, gate_of_heads=False):
+        super().__init__()
+        self.gate_of_heads = gate_of_heads
+        self.projection = torch.nn.Linear(HIDDEN, 3 * HIDDEN + 6, bias=False)
+        self.others = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.out = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.weight = torch.nn.Parameter(torch.rand(HIDDEN) - 0.5)
+        self.register_buffer("factors", 2.0 ** torch.randint(-2, 3, (1, 1, 3 * HIDDEN + 6)))
+
+    def norm(self, x, weight):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * (1.0 + weight.float())).to(x.dtype)
+
+    def forward(self, x):
+        gate, rest = (self.projection(x * 0.25) * self.factors).split([HIDDEN, 2 * HIDDEN + 6], -1)
+        first, second, step = rest.split([HIDDEN, HIDDEN, 6], -1)
+        second = torch.cat([second, step], -1)[..., :HIDDEN] + torch.cat([m(x) * 0.5 for m in self.others], -1)[..., HIDDEN:]
+        step = torch.nn.functional.softplus(step).clamp(0.0, float("inf")).float()
+        y = second.float() * step.mean(-1, keepdim=True)
+        if self.gate_of_heads:
+            y, gate = (t.unflatten(-1, (4, HIDDEN // 4)) for t in (y, gate))
+        y = (y * torch.nn.functional.silu(gate.float())).to(x.dtype)
+        x = x + self.out(y.flatten(2) if self.gate_of_heads else y) + first
+        return self.norm(x, self.weight), x.sum(-1)
+
+
+@pytest.mark.parametrize("gate_of_heads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_stands_around_recurrent_layers(dtype, gate_of_heads):
+    torch.manual_seed(7)
+    module, x = Mamba(gate_of_heads).eval().to(dtype), torch.randn(2, 5, HIDDEN).to(dtype)
+    found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization", 3)
+    assert [found.count(n) for n in ("Split", "MatMul", "GatedActivation", "Softplus")] == [1, 2, 1, 1]
+    assert not {"Where", "Greater", "Clip", "Sigmoid"} & {*found}
+    assert found.count("SkipSimplifiedLayerNormalization") == 1 and found.count("Mul") == 1  # the one by steps
+
+
+def counts_of(module, *inputs):
+    warnings.filterwarnings("ignore")
+    model = export(module.eval(), inputs, dynamic_shapes=({0: BATCH, 1: TOKENS},) * len(inputs)).model
+    return fusions.fuse_for_onnxruntime(model), model
+
+
+def test_factors_that_stay():
+    """Those of values that others read too, of each row, and too large ones in float16."""
+
+    class Factors(torch.nn.Module):
+        def __init__(self, form):
+            super().__init__()
+            self.form, self.product = form, torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+        def forward(self, x):
+            y = self.product(x)
+            if self.form == "read twice":
+                return y * 0.5 + y
+            if self.form == "of rows":
+                return y * x[..., :1]
+            return y * {"large": 100.0, "right": 3.0}[self.form] + 1
+
+    x = torch.randn(2, 5, HIDDEN)
+    for form, folded in (("read twice", 0), ("of rows", 0), ("large", 1), ("right", 1)):
+        assert counts_of(Factors(form), x)[0]["fold_scales"] == folded, form
+    assert counts_of(Factors("large").half(), x.half())[0]["fold_scales"] == 0
+    assert counts_of(Factors("right").half(), x.half())[0]["fold_scales"] == 1
+
+
+def test_parts_that_stay_apart():
+    """Parts that others read too, in another order, or that are not neighbours."""
+
+    class Parts(torch.nn.Module):
+        def __init__(self, order, more=False):
+            super().__init__()
+            self.order, self.more = order, more
+
+        def forward(self, x):
+            parts = x.split([10, 10, 20], -1)
+            joined = torch.cat([parts[i] for i in self.order], -1) + 1
+            return (joined, parts[0] + 1) if self.more else joined
+
+    x = torch.randn(2, 5, HIDDEN)
+    for order, more, merged in (((0, 1), False, 1), ((1, 2), True, 1), ((0, 1, 2), False, 1)):
+        counts, model = counts_of(Parts(order, more), x)
+        assert counts["merge_splits"] == merged, order
+        expected = Parts(order, more)(x)
+        found = results(model, values=(x,))
+        for a, b in zip(found, expected if more else (expected,), strict=True):
+            assert np.array_equal(a, b.numpy())
+    for order, more in (((1, 0), False), ((0, 2), False), ((0, 1), True)):
+        assert counts_of(Parts(order, more), x)[0]["merge_splits"] == 0, order
+
+
+def test_norms_in_bfloat16_keep_a_weight_that_does_not_fit():
+    """1 + w has too few bits left of w; a weight that is one of bfloat16 already has all."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self, one):
+            super().__init__()
+            self.one, self.weight = one, torch.nn.Parameter(torch.rand(HIDDEN) / 8 + 0.01)
+
+        def forward(self, x):
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return (normed * (self.one + self.weight.float())).to(x.dtype)
+
+    x = torch.randn(2, 5, HIDDEN)
+    for dtype, one, narrowed in ((torch.bfloat16, 1.0, 0), (torch.bfloat16, 0.0, 1), (torch.float16, 1.0, 1)):
+        assert counts_of(Norm(one).to(dtype), x.to(dtype))[0]["narrow_norms"] == narrowed

@@ -27,6 +27,11 @@ def case(sizes, dtype, seed=0):
     return x.to(dtype)
 
 
+def apart(x):
+    """The same call with gate and values in tensors of their own."""
+    return {"gate_up": x[:, :, 0].contiguous(), "up": x[:, :, 1].contiguous()}
+
+
 def assert_right(found, x, kind):
     """One rounding to the output's type, and float32's in the middle: 1 + erf(x) cancels, so that it is of the operands."""
     (exact,) = reference.gated_activation(x.double(), activation=kind)
@@ -42,7 +47,8 @@ def test_any_call(kind, dtype, instruction_set):
     for seed, sizes in enumerate(SIZES):
         x = case(sizes, dtype, seed)
         before = x.clone()
-        assert_right(run_kernel(NAME, {"gate_up": x}, {"activation": kind}, threads=1 + seed % 4)["output"], x, kind)
+        for inputs in ({"gate_up": x}, apart(x)):
+            assert_right(run_kernel(NAME, inputs, {"activation": kind}, threads=1 + seed % 4)["output"], x, kind)
         assert torch.equal(x, before)
 
 
@@ -52,8 +58,9 @@ def test_any_call(kind, dtype, instruction_set):
 def test_cuda(kind, dtype):
     for seed, sizes in enumerate((*SIZES, (1, 2048, 8192))):
         x = case(sizes, dtype, seed)
-        found = run_kernel(NAME, {"gate_up": x.cuda()}, {"activation": kind})["output"]
-        assert_right(found.cpu(), x, kind)
+        for inputs in ({"gate_up": x}, apart(x)):
+            found = run_kernel(NAME, {name: t.cuda() for name, t in inputs.items()}, {"activation": kind})["output"]
+            assert_right(found.cpu(), x, kind)
     odd = torch.empty(2 * 2 * 64 + 1, dtype=dtype, device="cuda")[1:].view(1, 2, 2, 64).copy_(x[:, :2, :, :64])
     assert_right(run_kernel(NAME, {"gate_up": odd}, {"activation": kind})["output"].cpu(), x[:, :2, :, :64], kind)
 
@@ -80,15 +87,23 @@ def test_values_that_are_not_finite(kind, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_function_body(kind, dtype):
     x = case((2, 5, 33), dtype, 3)
-    model = one_node_model(NAME, {"gate_up": x}, {"activation": kind}, {"gate_up": 4}, dtype=str(dtype).removeprefix("torch."))
-    for library in (False, True):
-        found = ort_models.run_node(session_of(model, library), OPS[NAME], {"gate_up": x.clone()}, {"activation": kind})
-        assert_right(found["output"], x, kind)
+    for inputs in ({"gate_up": x}, apart(x)):
+        ranks = {name: t.dim() for name, t in inputs.items()}
+        model = one_node_model(NAME, inputs, {"activation": kind}, ranks, dtype=str(dtype).removeprefix("torch."))
+        for library in (False, True):
+            given = {name: t.clone() for name, t in inputs.items()}
+            found = ort_models.run_node(session_of(model, library), OPS[NAME], given, {"activation": kind})
+            assert_right(found["output"], x, kind)
 
 
 def test_in_pytorch():
     x = case((2, 4, 48), torch.bfloat16)
     assert_right(gated_activation(x, activation="gelu"), x, "gelu")
+    assert_right(gated_activation(*apart(x).values(), activation="gelu"), x, "gelu")
+    with pytest.raises(ValueError, match=r"gate_up has shape \[2,4,2,48\], rank 4; expected \[B,N,F\]"):
+        gated_activation(x, x[:, :, 0])
+    with pytest.raises(ValueError, match=r"up has shape \[2,4,47\]: axis 2 of \[B,N,F\] is 47; expected 48"):
+        gated_activation(x[:, :, 0], x[:, :, 1, 1:])
     with pytest.raises(ValueError, match=r"gate_up has shape \[2,4,1,48\]: axis 2 of \[B,N,2,F\] is 1; expected 2"):
         gated_activation(x[:, :, :1])
     with pytest.raises(ValueError, match="activation is 'swish'; expected one of silu, gelu, gelu_tanh, relu"):

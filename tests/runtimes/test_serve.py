@@ -16,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 import torch
-import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet import cli, engine, generation, serve
@@ -25,6 +24,7 @@ from leanfleet.export.serving import add_serving
 from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
+from support import http_server
 from support.decoders import byte_tokenizer, minimax, ours
 
 KEY = "a key"
@@ -43,21 +43,12 @@ def folder(tmp_path_factory):
     return models / "tiny"
 
 
-class Running:
-    """A server in a thread."""
+class Running(http_server.Running):
+    """A server in a thread, and OpenAI's client of it."""
 
     def __init__(self, folder, key=KEY, limits=LIMITS, max_waiting=400, **options):
         options = {"pages": PAGES, "max_requests": 8, "step_tokens": 64} | options
-        self.batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **options)
-        tokenizers = load_tokenizer(folder), load_tokenizer(folder)
-        self.server = serve.Server(self.batch, tokenizers, "tiny", key, limits, max_waiting)
-        bound = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.port = bound.getsockname()[1]
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.application, log_level="error", timeout_graceful_shutdown=10))
-        self.thread = threading.Thread(target=self.uvicorn.run, args=([bound],))
-        self.thread.start()
-        while not self.uvicorn.started:
-            time.sleep(0.01)
+        super().__init__(folder, key, limits, max_waiting, **options)
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key or "none", max_retries=0)
 
     def raw(self, method, path, body=None, headers=None, key=KEY):
@@ -70,26 +61,13 @@ class Running:
     def metric(self, name):
         return float(re.search(rf"^{name} (\S+)$", self.raw("GET", "/metrics")[1], re.M)[1])
 
-    def settled(self):
-        """Waits until nothing runs; nothing may be left in the pool's use then."""
-        end = time.monotonic() + 20
-        while (not self.batch.idle or self.server.engine.waiting) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert self.batch.idle and self.batch.pool.in_use == 0 and not self.server.engine._answers
-        return True
-
-    def close(self):
-        self.uvicorn.should_exit = True
-        self.thread.join()
-
 
 @pytest.fixture(scope="module")
 def running(folder):
     running = Running(folder)
     yield running
-    running.settled()
+    running.settle()
     running.close()
-    assert not running.server.engine._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +269,7 @@ def test_clients_that_go_away(running, monkeypatch):
             connection.sendall(head.encode() + sent)
             time.sleep(0.1)
     assert b"200 OK" in slowly(running, json.dumps({"prompt": "slow", "max_tokens": 3}).encode(), 0.01)
-    assert running.settled()
+    running.settle()
     assert running.metric('leanfleet_answers_total{reason="cancelled"}') >= 1
 
 
@@ -302,7 +280,7 @@ def test_a_slow_reader_holds_nobody_up(running):
     next(iter(stream))
     for _ in range(3):
         running.client.completions.create(model="tiny", prompt="quick", max_tokens=5)
-    assert running.settled()  # all its tokens are made, though nobody has read them
+    running.settle()  # all its tokens are made, though nobody has read them
     assert sum(len(chunk.choices) for chunk in stream) > 50
 
 
@@ -332,7 +310,8 @@ def test_load(folder, alone):
     with ThreadPoolExecutor(200) as pool:
         found = list(pool.map(ask, range(300)))
     assert found.count(False) == 0 and found.count(True) >= 100
-    assert running.settled() and running.batch.preemptions > 0 and running.batch.shared_tokens > 0
+    running.settle()
+    assert running.batch.preemptions > 0 and running.batch.shared_tokens > 0
     assert found.count(None) == 0 or running.metric('leanfleet_refused_requests_total{status="429"}') == found.count(None)
     running.close()
 
@@ -349,7 +328,8 @@ def test_a_failing_runtime(folder, monkeypatch):
     assert running.raw("GET", "/health")[0] == 200
     monkeypatch.setattr(running.batch, "step", step)
     assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
-    assert running.raw("GET", "/health")[0] == 200 and running.settled()
+    assert running.raw("GET", "/health")[0] == 200
+    running.settle()
     running.close()
 
 
@@ -368,7 +348,8 @@ def test_what_fails_in_the_thread_harms_nobody_else(running, monkeypatch):
         running.client.completions.create(model="tiny", prompt="x", max_tokens=3)
     failing.clear()
     assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
-    assert bad.accepted.result() is None and bad.reason and running.settled() and texts.works
+    assert bad.accepted.result() is None and bad.reason and texts.works
+    running.settle()
 
 
 def test_an_engine_that_ends(folder):
@@ -407,7 +388,7 @@ def test_time_limit(folder):
     running = Running(folder, limits=serve.Limits(seconds=0.05), key=None)
     with pytest.raises(openai.InternalServerError, match="no answer within 0.05 seconds"):
         running.client.completions.create(model="tiny", prompt="x", max_tokens=240, extra_body={"ignore_eos": True})
-    assert running.settled()
+    running.settle()
     running.close()
 
 
@@ -482,7 +463,8 @@ def test_a_decoder_with_linear_layers(hybrid_folder):
         for i, (prompt, answer) in enumerate(zip(wanted, answers)):
             tokens, _ = generate(decoder, [generation.encode(tokenizer, prompt, chat=False)], 12, stop_tokens=())
             assert i == 3 or answer == tokenizer.decode(tokens[0], skip_special_tokens=True)
-        assert running.settled() and len(running.batch.free_states) == 3
+        running.settle()
+        assert len(running.batch.free_states) == 3
     finally:
         running.close()
 
@@ -507,7 +489,8 @@ def test_a_decoder_without_pages(tmp_path):
         assert answer.choices[0].text == tokenizer.decode(tokens[0], skip_special_tokens=True)
         assert answer.usage.prompt_tokens > 2 * BLOCK and answer.usage.completion_tokens == 40
         ended = running.client.completions.create(model="tiny", prompt=prompt, temperature=0)  # as far as its own end
-        assert ended.choices[0].finish_reason in ("stop", "length") and running.settled()
+        assert ended.choices[0].finish_reason in ("stop", "length")
+        running.settle()
     finally:
         running.close()
 
@@ -533,6 +516,6 @@ def test_several_tokens_a_step(folder, alone, monkeypatch):
         assert short.text == answer.text[: answer.text.index(stop)] and short.finish_reason == "stop"
         chosen = running.client.completions.create(max_tokens=9, logprobs=2, **given).choices[0]
         assert chosen.text == alone(prompt, 9, stop_tokens=()) and len(chosen.logprobs.top_logprobs) == 9
-        assert running.settled()
+        running.settle()
     finally:
         running.close()

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 
-from stress import cases, draw, files, runtimes
+from stress import cases, clients, draw, files, runtimes
 
 CASE_SECONDS = 120  # longer is a hang
 REDUCE_SECONDS = 120  # for a finding
@@ -226,6 +227,11 @@ def main():
         return error is not None
     if missing := set(args.runtime or ()) - {*runtimes.available(), *cases.OTHERS}:
         parser.error(f"this machine has no {', '.join(sorted(missing))}; it has {', '.join(runtimes.available())}")
+    for generator in (files, clients):
+        absent = [name for name in generator.PACKAGES if find_spec(name) is None]
+        if absent and generator.Case.runtime in (args.runtime or cases.OTHERS):
+            install = 'pip install ".[models,serve]"'
+            parser.error(f"{generator.Case.runtime} need {', '.join(absent)}: {install}, or choose others with --runtime")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     run = Run(seed, args.seconds, args.op, args.runtime, args.first, args.sanitizer)
     print(f"seed {seed}; {args.seconds:g} s on {', '.join(run.runtimes)}", flush=True)

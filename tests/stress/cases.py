@@ -1,15 +1,17 @@
-"""What cases are drawn by: calls of operators, files, and processes. Each generator has place, draw, simpler and a Case."""
+"""What cases are drawn by: calls of operators, files, processes, clients of a server, and launches. Each generator has place,
+draw, simpler and a Case.
+"""
 
 import json
 
 import torch
 
-from stress import check, draw, files, launches, processes
+from stress import check, clients, draw, files, launches, processes
 
-GENERATORS = {"calls": draw, "files": files, "processes": processes, "launches": launches}
-OTHERS = [files.Case.runtime, processes.Case.runtime]  # in the place of a runtime
+GENERATORS = {"calls": draw, "files": files, "processes": processes, "clients": clients, "launches": launches}
+OTHERS = [files.Case.runtime, processes.Case.runtime, clients.Case.runtime]  # in the place of a runtime
 OTHERS += [launches.Case.runtime] if torch.cuda.is_available() else []
-SHARES = {draw: 0.5, files: 0.3, processes: 0.2, launches: 0.2}  # of the time
+SHARES = {draw: 0.5, files: 0.3, processes: 0.2, clients: 0.1, launches: 0.2}  # of the time
 
 
 def generator_of(case):
@@ -19,13 +21,13 @@ def generator_of(case):
 def from_json(text):
     """A case of any generator, by the fields that it has."""
     fields = json.loads(text)
-    marks = {"op": draw, "kind": files, "launches": launches, "act": processes}
+    marks = {"op": draw, "kind": files, "launches": launches, "act": processes, "clients": clients}
     return next(g for name, g in marks.items() if name in fields).Case.from_json(text)
 
 
 def rows():
-    """What runs can be held to: operators, kinds of files and acts of processes."""
-    return [*draw.OPS, *files.KINDS, *processes.NUMBERS, *dict.fromkeys(launches.KINDS)]
+    """What runs can be held to: operators, kinds of files, acts of processes and what a server runs."""
+    return [*draw.OPS, *files.KINDS, *processes.NUMBERS, *clients.BASES, *dict.fromkeys(launches.KINDS)]
 
 
 def error_of(case):

@@ -72,6 +72,9 @@ def place(index):
     return ORDER[index % len(ORDER)], Case.runtime
 
 
+PACKAGES = ("gguf", "torch", "transformers")  # that files are made with
+
+
 def missing():
     """Kinds that this machine cannot run."""
     return set() if runtimes.has_plugins() else {"fields"}

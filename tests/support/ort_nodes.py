@@ -95,7 +95,9 @@ VARIANTS = {
         ([*DRAWS, *PENALTIES, "logit_bias"], {"count_tokens": 1, "num_logprobs": 3}, {}),
         ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
     ],
-    "GatedActivation": [([], {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu")],
+    "GatedActivation": [
+        (more, {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu") for more in ([], ["up"])
+    ],
     "GatedDeltaRule": [
         ([], {}, {}),
         (["log_decay", "initial_state"], {"return_state": 1, "normalize_qk": 1, "layout": "bnhd"}, {"N": 40}),
