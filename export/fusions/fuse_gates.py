@@ -99,7 +99,7 @@ def _rows(op: Op, value: ir.Value) -> ir.Value:
     if len(sizes) == 2:
         found = op("Unsqueeze", value, op("Constant", value_ints=[0]))
     else:
-        found = op("Reshape", value, op("Constant", value_ints=[0, 0, int(np.prod(sizes[2:]))]))
+        found = op("Reshape", value, op("Constant", value_ints=[0, 0, sizes[2] * sizes[3]]))
     found.type = value.type
     return found
 
@@ -155,8 +155,8 @@ def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
             count += 1
             break
         else:
-            if (found := _apart(node)) is not None:
-                _fuse_apart(model.graph, node, *found)
+            if (apart := _apart(node)) is not None:
+                _fuse_apart(model.graph, node, *apart)
                 count += 1
     if count:
         model.opset_imports.setdefault(spec.DOMAIN, 1)

@@ -44,24 +44,43 @@ def _rotated_half(value: ir.Value) -> ir.Value | None:
     return x if width % 2 == 0 and (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
-def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node]]:
-    """(x [B,H,N,2h], the nodes that unsqueeze cos and sin) for each way to read an Add node as x cos + rotate_half(x) sin."""
+def _narrow(value: ir.Value | None) -> ir.Value | None:
+    """What a Cast to float32 widens; the value itself where there is none."""
+    cast = producer(value, "Cast")
+    return cast.inputs[0] if cast and value is not None and value.dtype == ir.DataType.FLOAT else value
+
+
+def _rounded(node: ir.Node, dtype: ir.DataType | None) -> ir.Node | None:
+    """The last node of an encoding of values of a type: the Add itself, or the Cast alone that rounds it; None: neither."""
+    if node.outputs[0].dtype == dtype:
+        return node
+    uses = [use.node for use in node.outputs[0].uses()]
+    cast = uses[0] if len(uses) == 1 and uses[0].op_type == "Cast" and not node.outputs[0].is_graph_output() else None
+    return cast if cast is not None and cast.outputs[0].dtype == dtype else None
+
+
+def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node, ir.Node]]:
+    """(x [B,H,N,2h], the nodes that unsqueeze cos and sin, the last node) for each way to read an Add node as x cos +
+    rotate_half(x) sin, in x's type or in float32 and rounded."""
     if node.op_type != "Add" or node.domain != "":
         return
     products = [producer(value, "Mul") for value in node.inputs]
     for straight, rotated in (products, products[::-1]) if None not in products else ():
         for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            x = _rotated_half(rotated.inputs[i])
-            if x is None or straight.inputs[j] is not x or x.shape is None or len(x.shape) != 4:
+            x = _rotated_half(rotated.inputs[i]) or _rotated_half(_narrow(rotated.inputs[i]))
+            if x is None or x not in (straight.inputs[j], _narrow(straight.inputs[j])) or x.shape is None or len(x.shape) != 4:
                 continue
+            last = _rounded(node, x.dtype)
             cos, sin = (producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], rotated.inputs[1 - i]))
-            if None in (cos, sin) or any((axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in (cos, sin)):
+            if None in (cos, sin, last) or any(
+                (axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in (cos, sin)
+            ):
                 continue
-            yield x, cos, sin
+            yield x, cos, sin, last
 
 
-def _table(graph: ir.Graph, cos: ir.Value, sin: ir.Value, before: ir.Node) -> list[ir.Value] | None:
-    """[positions, cosines, sines], made before a node, of a pair of cos and sin; None: not of that form."""
+def _table(graph: ir.Graph, cos: ir.Value, sin: ir.Value, dtype: ir.DataType, before: ir.Node) -> list[ir.Value] | None:
+    """[positions, cosines, sines] of a type, made before a node, of a pair of cos and sin; None: not of that form."""
     found = _half(cos), _half(sin)
     if None in found or found[0][0] is not found[1][0] or cos.shape is None or not isinstance(cos.shape[-1], int):
         return None
@@ -71,6 +90,8 @@ def _table(graph: ir.Graph, cos: ir.Value, sin: ir.Value, before: ir.Node) -> li
         for step in steps:
             inputs = [value if constant(i) is None else i for i in step.inputs]
             value = op(step.op_type, *inputs, **{a.name: a.value for a in step.attributes.values()})
+        if cos.dtype != dtype:
+            value = op("Cast", value, to=dtype)
         rows.append(op("Reshape", value, op("Constant", value_ints=[-1, cos.shape[-1] // 2])))
     return [row_numbers(op, found[0][0]), *rows]
 
@@ -83,12 +104,12 @@ def fuse_rotary(model: ir.Model, positions: int | None = None) -> int:
     """
     graph, tables, count = model.graph, {}, 0
     for node in list(graph):
-        for x, cosines, sines in _encodings(node):
-            pair = cosines.inputs[0], sines.inputs[0]
+        for x, cosines, sines, last in _encodings(node):
+            pair = cosines.inputs[0], sines.inputs[0], x.dtype
             if pair not in tables:
                 tables[pair] = _table(graph, *pair, before=cosines)
             if tables[pair] is not None:
-                replace(graph, node, ir.node("RotaryEmbedding", [x, *tables[pair]], domain=MICROSOFT, name=node.name))
+                replace(graph, last, ir.node("RotaryEmbedding", [x, *tables[pair]], domain=MICROSOFT, name=node.name))
                 count += 1
                 break
     if count:

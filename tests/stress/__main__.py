@@ -128,7 +128,7 @@ class Run:
 
     def __init__(self, seed, seconds, ops, chosen, first, sanitizer=None):
         self.seed, self.end, self.first, self.sanitizer = seed, time.monotonic() + seconds, first, sanitizer
-        there, self.missing = [*runtimes.available(), *cases.OTHERS], files.missing()
+        there, self.missing = [*runtimes.available(), *cases.OTHERS], cases.missing()
         self.ops, self.runtimes = ops, [r for r in there if not chosen or r in chosen]
         self.generators = [g for g in cases.GENERATORS.values() if any(self.wants(*g.place(i)) for i in range(1000))]
         self.indices = {g: itertools.count() for g in self.generators}

@@ -14,6 +14,11 @@ OTHERS += [launches.Case.runtime] if torch.cuda.is_available() else []
 SHARES = {draw: 0.5, files: 0.3, processes: 0.2, clients: 0.1, launches: 0.2}  # of the time
 
 
+def missing():
+    """Kinds of files and acts of processes that this machine cannot run."""
+    return files.missing() | processes.missing()
+
+
 def generator_of(case):
     return next(g for g in GENERATORS.values() if isinstance(case, g.Case))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from leanfleet import spec
-from stress import act, cases, check, draw, faults, files, judge, launches, processes, runtimes, trees, values
+from leanfleet import generation, pages, serve, spec
+from stress import act, cases, check, clients, draw, faults, files, judge, launches, processes, runtimes, trees, values
 from stress.__main__ import Worker
 from support.cpu_time import slow_if
 from support.ort_models import TOY_SCHEMA
@@ -21,7 +21,7 @@ from support.paths import ROOT
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
 SLICE = 2  # cases of an operator on a runtime
 SEED = 1
-FILES, PROCESSES = 12, 10  # cases of files, and of processes
+FILES, PROCESSES, CLIENTS = 12, 10, 4  # cases of files, of processes, and of clients
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def worker():
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept["was"])
 def test_what_failed_once(kept, worker):
     case = cases.from_json(json.dumps(kept["case"]))
-    if case.runtime not in [*runtimes.available(), *cases.OTHERS] or case.op in files.missing():
+    if case.runtime not in [*runtimes.available(), *cases.OTHERS] or case.op in cases.missing():
         pytest.skip(f"there is no {case.runtime} here")
     if case.runtime in cases.OTHERS:
         assert worker.check(case) is None
@@ -68,6 +68,9 @@ def test_a_slice_of_processes():
     seen = set()
     for index in range(PROCESSES):
         case = processes.draw(SEED, index)
+        if case.act in processes.missing():
+            seen.add(case.act)
+            continue
         short = {"rounds": 3, "sessions": 60, "row": 20 if case.act == "session_memory" else case.numbers.get("row")}
         numbers = case.numbers | {name: short[name] for name in case.numbers if name in short}
         case = dataclasses.replace(case, numbers=numbers)
@@ -75,6 +78,33 @@ def test_a_slice_of_processes():
         error = cases.error_of(case)
         assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
     assert seen == set(act.ACTS) == set(processes.NUMBERS)
+
+
+def test_a_slice_of_clients():
+    """All that clients do, a few at a time, of one of the models."""
+    seen = set()
+    for index in range(0, CLIENTS * len(clients.BASES), len(clients.BASES)):
+        case = clients.draw(SEED, index)
+        case = dataclasses.replace(case, clients=case.clients[:30])
+        seen |= {client["does"] for client in case.clients}
+        error = cases.error_of(case)
+        assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+    assert len(seen) > 12
+
+
+def test_another_text_to_a_client_is_a_finding(monkeypatch):
+    """And a page that is not given back, and a status that is another."""
+    case = clients.Case("llama", clients.draw(SEED, 0).options, ({"does": "whole", "text": 1, "tokens": 9, "at": 0},))
+
+    def found(owner, name, function):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, function)
+            return cases.error_of(case)
+
+    assert cases.error_of(case) is None
+    assert "another text than alone" in found(generation.TextStream, "add", lambda self, token: "x")
+    assert "pages are in use" in found(pages.PagePool, "release", lambda self, given: None)
+    assert "got 500" in found(serve.Server, "options", lambda self, body: 1 / 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
