@@ -351,10 +351,11 @@ def test_decoders_build(kind, tmp_path):
     assert [op for _, op in built.layers] == expected
 
 
-HYBRIDS = {
-    "qwen3-next": ["CausalConv", "GatedDeltaRule", "LeanAttention", "CausalConv", "GatedDeltaRule"],
-    "bamba": ["CausalConv", "CausalLinearDecay", "GatedActivation", "LeanAttention", "GatedActivation"],
-    "mamba2": ["CausalConv", "CausalLinearDecay"] * 2,
+GATED = ["GatedActivation"]
+HYBRIDS = {  # gates of recurrent layers, and of feed-forward layers or shared experts
+    "qwen3-next": [*(delta := ["CausalConv", "GatedDeltaRule", *GATED, *GATED]), "LeanAttention", *GATED, *delta],
+    "bamba": ["CausalConv", "CausalLinearDecay", *GATED, *GATED, "LeanAttention", *GATED],
+    "mamba2": ["CausalConv", "CausalLinearDecay", *GATED] * 2,
 }
 
 
