@@ -52,7 +52,8 @@ def available():
 def has_plugins():
     """Whether there are the plugin library and what its driver is compiled with."""
     try:
-        return native.library_path("leanfleet_trt").exists() and trt_cases.cuda_root().exists()
+        library = native.library_path("leanfleet_trt").exists()
+        return library and trt_cases.cuda_root().exists() and trt_cases.headers()[0] is not None
     except (FileNotFoundError, StopIteration):
         return False
 

@@ -1,5 +1,6 @@
 """Calls of every operator in every variant, for the tests of the TensorRT plugins."""
 
+import functools
 import itertools
 import os
 import shutil
@@ -94,14 +95,21 @@ def cuda_root():
     return next(root for root in roots if (root / "include" / "cuda_runtime_api.h").exists())
 
 
+@functools.cache
+def headers():
+    """(where TensorRT's headers are, or None, and what was said in looking for them)."""
+    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"], capture_output=True, text=True)
+    return None if found.returncode else found.stdout.strip(), found.stderr
+
+
 def build_driver(program):
     """Compiles trt_driver.cpp into `program`."""
-    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    include, said = headers()
+    assert include, said
     root = cuda_root()
     libraries = next(p for p in (root / "lib64", root / "lib") if (p / "libcudart_static.a").exists())
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic"]
-    command += ["-isystem", found.stdout.strip(), "-isystem", root / "include", "-I", ROOT / "csrc"]
+    command += ["-isystem", include, "-isystem", root / "include", "-I", ROOT / "csrc"]
     command += [ROOT / "tests" / "runtimes" / "trt_driver.cpp", "-o", program]
     command += ["-L", libraries, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     subprocess.run(command, check=True)
