@@ -25,6 +25,7 @@ from leanfleet.export.fusions.narrow_norms import narrow_norms
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.plain_softplus import plain_softplus
+from leanfleet.export.fusions.regroup_columns import regroup_columns
 from leanfleet.export.fusions.rotate_inside import rotate_inside
 from leanfleet.export.fusions.attend_packed import attend_packed
 
@@ -37,6 +38,7 @@ PASSES: tuple[Pass, ...] = (
     cancel_transposes,
     divide_by_roots,
     fold_scales,
+    regroup_columns,
     pack_projections,
     merge_splits,  # of packed projections
     fuse_gates,  # likewise

@@ -3,10 +3,14 @@
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import constant, producer
+from leanfleet.export.fusions.graph import constant, new_initializer, producer, read_by
 
-# Of a factor: weights of 16 bits keep their precision, which ends below 2^-14 in float16.
-_RANGE = {ir.DataType.FLOAT16: 2.0**4, ir.DataType.BFLOAT16: 2.0**40, ir.DataType.FLOAT: 2.0**40}
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _loss(dtype: np.dtype) -> float:
+    """What rounding may cost, as a share of the largest weight: two units in its last place."""
+    return {"float32": 2.0**-22, "float16": 2.0**-10}.get(dtype.name, 2.0**-7)
 
 
 def _matrix(product: ir.Node | None) -> np.ndarray | None:
@@ -20,40 +24,45 @@ def _matrix(product: ir.Node | None) -> np.ndarray | None:
     return matrix if matrix is not None and matrix.ndim == 2 else None
 
 
+def _scaled(matrix: np.ndarray, by: np.ndarray) -> np.ndarray | None:
+    """The matrix times a factor of all or of each column, in float32 and rounded to its type; None where that does not hold
+    what the matrix did: beyond the type's range, or where its numbers lie too far apart."""
+    wide = matrix.astype(np.float32)
+    with np.errstate(over="ignore"):
+        made = (wide * by).astype(matrix.dtype)
+    back = made.astype(np.float32) / by
+    most = _loss(matrix.dtype) * np.abs(wide).max(initial=0.0)
+    return made if np.isfinite(back).all() and np.abs(back - wide).max(initial=0.0) <= most else None
+
+
 def _set_matrix(graph: ir.Graph, product: ir.Node, matrix: np.ndarray) -> None:
-    old = product.inputs[1]
-    new = ir.Value(name=f"{old.name}_scaled", const_value=ir.tensor(matrix.astype(constant(old).dtype), dtype=old.dtype))
-    new.dtype, new.shape = old.dtype, ir.Shape(matrix.shape)
-    graph.register_initializer(new)
-    product.replace_input_with(1, new)
-
-
-def _fits(factor: np.ndarray, dtype: ir.DataType | None) -> bool:
-    most = _RANGE.get(dtype) if dtype is not None else None
-    size = np.abs(factor.astype(np.float64))
-    return most is not None and bool(np.all((size <= most) & (size >= 1 / most)))
+    product.replace_input_with(1, new_initializer(graph, product.inputs[1], "scaled", matrix))
 
 
 def _folded(graph: ir.Graph, node: ir.Node, x: ir.Value, factor: np.ndarray) -> bool:
     """Whether node, x times a constant, is not needed any more: other matrices say the same."""
-    output, flat = node.outputs[0], factor.astype(np.float32).reshape(-1)
-    one = factor.size == 1
-    if one and flat[0] == 1.0 and x.shape is not None and factor.ndim <= len(x.shape):
+    output, one = node.outputs[0], factor.size == 1
+    if x.shape is None or factor.ndim > len(x.shape):  # the product has more axes
+        return False
+    if one and factor.reshape(-1)[0] == 1:
         return True
-    if not _fits(flat, x.dtype) or output.is_graph_output():
+    by = factor.astype(np.float32).reshape(-1)
+    if x.dtype not in _TYPES or not np.isfinite(by).all() or not by.all() or output.is_graph_output():
         return False
     maker, users = producer(x, "MatMul"), [use.node for use in output.uses()]
     matrix = _matrix(maker)
     # Of each column, or of all.
-    if matrix is not None and not x.is_graph_output() and len(list(x.uses())) == 1:
-        if one or (factor.size == matrix.shape[1] == factor.shape[-1] and factor.ndim <= len(x.shape or ())):
-            _set_matrix(graph, maker, matrix.astype(np.float32) * flat)
+    if matrix is not None and read_by(x, node) and (one or factor.size == matrix.shape[1] == factor.shape[-1]):
+        if (made := _scaled(matrix, by)) is not None:
+            _set_matrix(graph, maker, made)
             return True
     matrices = [_matrix(user) for user in users]
     if one and users and all(m is not None and u.inputs[0] is output for m, u in zip(matrices, users, strict=True)):
-        for user, each in zip(users, matrices, strict=True):
-            _set_matrix(graph, user, each.astype(np.float32) * flat[0])
-        return True
+        found = [_scaled(each, by[0]) for each in matrices]
+        if all(made is not None for made in found):
+            for user, made in zip(users, found, strict=True):
+                _set_matrix(graph, user, made)
+            return True
     return False
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import MICROSOFT, Op, adder, constant, named, producer, take_over
+from leanfleet.export.fusions.graph import MICROSOFT, Op, adder, constant, named, new_initializer, producer, read_by, take_over
 
 
 def _halves(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
@@ -39,31 +39,34 @@ def _activation(value: ir.Value | None) -> tuple[str, ir.Value] | None:
     return None
 
 
-def _read_once(value: ir.Value) -> bool:
-    return len(list(value.uses())) == 1 and not value.is_graph_output()
-
-
-def _swap_halves(graph: ir.Graph, x: ir.Value) -> bool:
-    """Whether the halves of x, a product with a constant matrix plus a constant vector at most, have changed places."""
-    nodes, value = [], x
-    while value is not None and _read_once(value) and (node := producer(value, "Add", "MatMul")):
+def _swap_halves(graph: ir.Graph, x: ir.Value, split: ir.Node) -> bool:
+    """Whether the halves of x, which this Split alone reads, have changed places: a product with a constant matrix, plus a
+    constant vector at most."""
+    nodes, value, reader = [], x, split
+    while value is not None and read_by(value, reader) and (node := producer(value, "Add", "MatMul")):
         place = next((i for i in (1, 0) if constant(node.inputs[i]) is not None), None)
-        if place is None or constant(node.inputs[place]).shape[-1:] != (x.shape[-1],) or not _read_once(node.inputs[place]):
+        array = constant(node.inputs[place]) if place is not None else None
+        if array is None or array.shape[-1:] != (x.shape[-1],) or not read_by(node.inputs[place], node):
             return False
-        nodes.append((node, place))
+        nodes.append((node, place, array))
         if node.op_type == "MatMul":
             break
-        value = node.inputs[1 - place]
-    if not nodes or nodes[-1][0].op_type != "MatMul" or nodes[-1][1] != 1:
+        value, reader = node.inputs[1 - place], node
+    if not nodes or nodes[-1][0].op_type != "MatMul" or nodes[-1][1] != 1 or nodes[-1][2].ndim != 2:
         return False
-    for node, place in nodes:
+    for node, place, array in nodes:
+        first, second = np.split(array, 2, axis=-1)
         old = node.inputs[place]
-        first, second = np.split(constant(old), 2, axis=-1)
-        new = ir.Value(name=f"{old.name}_swapped", const_value=ir.tensor(np.concatenate([second, first], -1), dtype=old.dtype))
-        new.dtype, new.shape = old.dtype, old.shape
-        graph.register_initializer(new)
-        node.replace_input_with(place, new)
+        node.replace_input_with(place, new_initializer(graph, old, "swapped", np.concatenate([second, first], -1)))
     return True
+
+
+def _gate_last(node: ir.Node, active: ir.Value, gate: ir.Value, up: ir.Value) -> bool:
+    """Whether a product of values and the activated gate behind them is all that reads the two."""
+    made = active.producer()
+    sigmoids = [n for n in (i.producer() for i in made.inputs if i is not None) if n is not None and n.op_type == "Sigmoid"]
+    inner = all(read_by(sigmoid.outputs[0], made) for sigmoid in sigmoids)
+    return inner and read_by(active, node) and read_by(up, node) and read_by(gate, made, *sigmoids)
 
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -77,16 +80,17 @@ def _narrow(value: ir.Value | None) -> ir.Value | None:
 
 
 def _apart(node: ir.Node) -> tuple[str, ir.Value, ir.Value] | None:
-    """(activation, gate, values) where a Mul node is of an activated gate and values of its shape, that may both have been
-    widened to float32 before or after the activation."""
+    """(activation, gate, values) where a Mul node alone reads an activated gate, and values of its shape, that may both have
+    been widened to float32 before or after the activation."""
     for active, up in (node.inputs, tuple(reversed(node.inputs))):
         found = _activation(active) or _activation(_narrow(active))
-        if found is None or up is None:
+        if found is None or up is None or up is active or not read_by(active, node):
             continue
-        gate = _narrow(found[1])
-        if gate.shape is None or up.shape is None or not named(gate.shape) or list(gate.shape) != list(up.shape):
+        gate = found[1]
+        if gate.shape is None or up.shape is None or len(gate.shape) not in (2, 3, 4) or not named(gate.shape):
             continue
-        if gate.dtype in _TYPES and all(isinstance(n, int) for n in gate.shape[2 if len(gate.shape) > 2 else 1 :]):
+        last = gate.shape[2 if len(gate.shape) > 2 else 1 :]
+        if list(gate.shape) == list(up.shape) and gate.dtype in _TYPES and all(isinstance(n, int) for n in last):
             return found[0], gate, up
     return None
 
@@ -104,28 +108,40 @@ def _rows(op: Op, value: ir.Value) -> ir.Value:
     return found
 
 
-def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> None:
-    op, product, dtype = adder(graph, node), node.outputs[0], gate.dtype
-    sizes, narrow = list(product.shape), _narrow(up)
-    if narrow.dtype != dtype:  # of more than the gate's type: rounded, as the result is
-        narrow = op("Cast", up, to=dtype)
-        narrow.dtype, narrow.shape = dtype, up.shape
-    new = op("GatedActivation", _rows(op, gate), _rows(op, narrow), domain=spec.DOMAIN, activation=kind)
+def _cast(op: Op, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    if value.dtype == dtype:
+        return value
+    found = op("Cast", value, to=dtype)
+    found.type, found.shape = ir.TensorType(dtype), value.shape
+    return found
+
+
+def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> bool:
+    """In the gate's own type where the product is of it, or is rounded to it and the values were of it; else in float32, as
+    before: float16 may not hold what is between. Whether it was done."""
+    op, product, narrow = adder(graph, node), node.outputs[0], _narrow(gate)
+    cast, *others = [use.node for use in product.uses()] or [None]
+    rounds = cast is not None and not others and (cast.domain, cast.op_type, cast.graph) == ("", "Cast", node.graph)
+    rounds = rounds and cast.outputs[0].dtype == narrow.dtype and not product.is_graph_output()
+    wide, ranged = product.dtype == ir.DataType.FLOAT, narrow.dtype == ir.DataType.BFLOAT16
+    if wide and rounds and (_narrow(up).dtype == narrow.dtype or ranged and up.dtype == product.dtype):
+        gate, up, last = narrow, _cast(op, _narrow(up), narrow.dtype), cast
+    elif wide and up.dtype == product.dtype:
+        gate, last = _cast(op, gate, product.dtype), node
+    elif gate.dtype == up.dtype == product.dtype:
+        last = node
+    else:
+        return False
+    sizes, made = list(gate.shape), last.outputs[0]
+    new = op("GatedActivation", _rows(op, gate), _rows(op, up), domain=spec.DOMAIN, activation=kind)
     if len(sizes) == 2:
         new = op("Squeeze", new, op("Constant", value_ints=[0]))
     elif len(sizes) == 4:
         new = op("Reshape", new, op("Constant", value_ints=[0, 0, *sizes[2:]]))
-    new.dtype, new.shape = dtype, product.shape
-    uses = [use.node for use in product.uses()]
-    rounds = len(uses) == 1 and uses[0].op_type == "Cast" and uses[0].outputs[0].dtype == dtype
-    if product.dtype == dtype:
-        take_over(product, new)
-    elif rounds and not product.is_graph_output():
-        take_over(uses[0].outputs[0], new)
-        graph.remove(uses[0], safe=True)
-    else:
-        take_over(product, op("Cast", new, to=product.dtype))
-    graph.remove(node, safe=True)
+    take_over(made, new)
+    new.shape = gate.shape
+    graph.remove(list(dict.fromkeys((last, node))), safe=True)
+    return True
 
 
 def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
@@ -142,7 +158,8 @@ def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
             if found is None or halves is None:
                 continue
             if found[1] is halves[2] and up is halves[1]:
-                if not _swap_halves(model.graph, halves[0]):
+                split = up.producer()
+                if not _gate_last(node, active, halves[2], up) or not _swap_halves(model.graph, halves[0], split):
                     continue
             elif found[1] is not halves[1] or up is not halves[2]:
                 continue
@@ -156,8 +173,7 @@ def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
             break
         else:
             if (apart := _apart(node)) is not None:
-                _fuse_apart(model.graph, node, *apart)
-                count += 1
+                count += _fuse_apart(model.graph, node, *apart)
     if count:
         model.opset_imports.setdefault(spec.DOMAIN, 1)
     return count

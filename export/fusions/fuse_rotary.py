@@ -47,7 +47,8 @@ def _rotated_half(value: ir.Value) -> ir.Value | None:
 def _narrow(value: ir.Value | None) -> ir.Value | None:
     """What a Cast to float32 widens; the value itself where there is none."""
     cast = producer(value, "Cast")
-    return cast.inputs[0] if cast and value is not None and value.dtype == ir.DataType.FLOAT else value
+    narrow = cast.inputs[0] if cast and value.dtype == ir.DataType.FLOAT else None
+    return narrow if narrow is not None and narrow.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else value
 
 
 def _rounded(node: ir.Node, dtype: ir.DataType | None) -> ir.Node | None:
@@ -55,7 +56,8 @@ def _rounded(node: ir.Node, dtype: ir.DataType | None) -> ir.Node | None:
     if node.outputs[0].dtype == dtype:
         return node
     uses = [use.node for use in node.outputs[0].uses()]
-    cast = uses[0] if len(uses) == 1 and uses[0].op_type == "Cast" and not node.outputs[0].is_graph_output() else None
+    alone = len(uses) == 1 and uses[0].graph is node.graph and not node.outputs[0].is_graph_output()
+    cast = uses[0] if alone and (uses[0].domain, uses[0].op_type) == ("", "Cast") else None
     return cast if cast is not None and cast.outputs[0].dtype == dtype else None
 
 
@@ -75,6 +77,9 @@ def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node, ir.N
             if None in (cos, sin, last) or any(
                 (axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in (cos, sin)
             ):
+                continue
+            rows = cos.inputs[0].shape
+            if rows is not None and rows[0] == 1 and x.shape[0] != 1:  # tables have rows of their own for each request
                 continue
             yield x, cos, sin, last
 

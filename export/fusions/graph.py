@@ -1,5 +1,6 @@
 """What the passes share: reading and changing an onnx_ir graph, and functions of com.microsoft's operators."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,9 +48,26 @@ def producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """What a constant holds; None for a value that is not constant."""
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    """What a constant holds; None for a value that is not constant, or may be given to the graph."""
+    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def new_initializer(graph: ir.Graph, old: ir.Value, word: str, array: np.ndarray, dtype: ir.DataType | None = None) -> ir.Value:
+    """An initializer of a constant's type, or of another, and with a name that begins with its."""
+    taken = {*graph.initializers, *(output.name for node in graph for output in node.outputs)}
+    names = (f"{old.name}_{word}{number or ''}" for number in itertools.count())
+    name = next(n for n in names if n not in taken)
+    tensor = ir.tensor(array, dtype=dtype or old.dtype)
+    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    graph.register_initializer(value)
+    return value
+
+
+def read_by(value: ir.Value, *nodes: ir.Node) -> bool:
+    """Whether these nodes alone read what a value holds; others may ask for its shape."""
+    readers = {use.node for use in value.uses() if use.node.op_type != "Shape"}
+    return not value.is_graph_output() and readers <= {*nodes}
 
 
 def take_over(old: ir.Value, new: ir.Value) -> None:

@@ -10,6 +10,8 @@ def _parts(split: ir.Node | None) -> list[int] | None:
     if split is None or split.inputs[0] is None or split.inputs[0].shape is None:
         return None
     shape = split.inputs[0].shape
+    if "split" in split.attributes:  # of opsets below 13
+        return None
     if split.attributes.get_int("axis", 0) not in (-1, len(shape) - 1):
         return None
     sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else None

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import adder, constant, producer, take_over
+from leanfleet.export.fusions.graph import adder, constant, new_initializer, producer, take_over
 
 
 def _narrow(weight: np.ndarray, dtype: ir.DataType) -> np.ndarray | None:
@@ -14,29 +14,40 @@ def _narrow(weight: np.ndarray, dtype: ir.DataType) -> np.ndarray | None:
     return narrow if exact or held else None
 
 
+def _widened(normed: ir.Value | None) -> ir.Node | None:
+    """The Cast of x where a value is the widened x over the root of its mean square and a constant; else None."""
+    quotient = producer(normed, "Div")
+    root = producer(quotient.inputs[1], "Sqrt") if quotient else None
+    total = producer(root.inputs[0], "Add") if root else None
+    for part in total.inputs if total else ():
+        mean = producer(part, "ReduceMean")
+        square = producer(mean.inputs[0], "Pow", "Mul") if mean else None
+        if square and square.inputs[0] is quotient.inputs[0]:
+            return producer(quotient.inputs[0], "Cast")
+    return None
+
+
 def narrow_norms(model: ir.Model, positions: int | None = None) -> int:
     """Of 16-bit rows, Cast(weight * normed) becomes weight * Cast(normed): the form that fuse_residuals and ONNX Runtime itself
     make one kernel of, which multiplies in float32 and rounds once. The weight is rounded to 16 bits, as all others are.
     Before fuse_residuals. Returns how many.
     """
     graph, count = model.graph, 0
+    narrow: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
     for node in list(graph):
         product = producer(node.inputs[0], "Mul") if node.op_type == "Cast" and node.domain == "" else None
         if product is None or len(list(product.outputs[0].uses())) != 1 or product.outputs[0].is_graph_output():
             continue
         for weight, normed in (product.inputs, tuple(reversed(product.inputs))):
-            array, quotient = constant(weight), producer(normed, "Div")
-            widened = producer(quotient.inputs[0], "Cast") if quotient and producer(quotient.inputs[1], "Sqrt") else None
+            array, widened = constant(weight), _widened(normed)
             x = widened.inputs[0] if widened else None
             if array is None or array.ndim != 1 or array.dtype != np.float32 or x is None or x.dtype != node.outputs[0].dtype:
                 continue
             if x.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) or (held := _narrow(array, x.dtype)) is None:
                 continue
-            name = f"{weight.name}_narrow"
-            if (value := graph.initializers.get(name)) is None:
-                value = ir.Value(name=name, const_value=ir.tensor(held, dtype=x.dtype))
-                value.dtype, value.shape = x.dtype, ir.Shape(held.shape)
-                graph.register_initializer(value)
+            if (weight, x.dtype) not in narrow:
+                narrow[weight, x.dtype] = new_initializer(graph, weight, "narrow", held, x.dtype)
+            value = narrow[weight, x.dtype]
             op = adder(graph, node)
             cast = op("Cast", normed, to=x.dtype)
             cast.dtype, cast.shape = x.dtype, normed.shape

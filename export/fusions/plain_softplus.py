@@ -10,7 +10,7 @@ EXACT_FROM = 18.0  # log(1 + exp(-x)) is less than half a unit in the last place
 
 def _number(value: ir.Value | None) -> float | None:
     array = constant(value)
-    return float(array.astype(np.float64).item()) if array is not None and array.size == 1 else None
+    return float(array.astype(np.float64).item()) if array is not None and array.ndim == 0 else None
 
 
 def _softplus(node: ir.Node) -> ir.Value | None:
@@ -21,7 +21,7 @@ def _softplus(node: ir.Node) -> ir.Value | None:
         if over and inner and limit is not None and limit >= EXACT_FROM:
             x = node.inputs[1]
             return inner.outputs[0] if x is not None and over.inputs[0] is x and inner.inputs[0] is x else None
-    if node.op_type == "Clip":
+    if node.op_type == "Clip" and not node.attributes:  # which opsets below 11 have
         inner, low, high = producer(node.inputs[0], "Softplus"), *(_number(i) for i in [*node.inputs[1:], None, None][:2])
         if inner and (low is None or low <= 0.0) and (high is None or high == float("inf")):
             given = [i for i in node.inputs[1:] if i is not None]

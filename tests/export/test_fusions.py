@@ -430,6 +430,7 @@ def test_each_pass_reports_how_often_it_applied():
         "cancel_transposes": 0,
         "divide_by_roots": 1,
         "fold_scales": 0,
+        "regroup_columns": 0,
         "pack_projections": 2,
         "merge_splits": 0,
         "fuse_gates": 0,
@@ -620,7 +621,7 @@ def test_factors_that_stay():
                 return y * 0.5 + y
             if self.form == "of rows":
                 return y * x[..., :1]
-            return y * {"large": 100.0, "right": 3.0}[self.form] + 1
+            return y * {"large": 1e6, "right": 3.0}[self.form] + 1
 
     x = torch.randn(2, 5, HIDDEN)
     for form, folded in (("read twice", 0), ("of rows", 0), ("large", 1), ("right", 1)):
@@ -670,3 +671,103 @@ def test_norms_in_bfloat16_keep_a_weight_that_does_not_fit():
     x = torch.randn(2, 5, HIDDEN)
     for dtype, one, narrowed in ((torch.bfloat16, 1.0, 0), (torch.bfloat16, 0.0, 1), (torch.float16, 1.0, 1)):
         assert counts_of(Norm(one).to(dtype), x.to(dtype))[0]["narrow_norms"] == narrowed
+
+
+class HeadByHead(torch.nn.Module):
+    """A product of 3 heads, each with a query, a key, values and a gate, as Qwen3-Next has it. joined: queries, keys and values
+    are one tensor again; else each part is read by itself, one of them as heads."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined, self.both = joined, torch.nn.Linear(HIDDEN, 3 * 22, bias=False)
+
+    def forward(self, x):
+        query, key, value, gate = self.both(x).unflatten(-1, (3, 22)).split([4, 4, 6, 8], -1)
+        flat = [t.flatten(2) for t in (query, key, value)]
+        if self.joined:
+            return torch.cat(flat, -1) * 2, gate.reshape(-1, 8) + 1
+        return flat[0] * 2, flat[1] - 1, value.transpose(1, 2) + 1, gate.sum(-1)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_columns_of_heads_are_sorted_by_parts(joined):
+    torch.manual_seed(8)
+    x, module = torch.randn(2, 5, HIDDEN), HeadByHead(joined)
+    counts, model = counts_of(module, x)
+    assert (counts["regroup_columns"], counts["merge_splits"], kinds(model).count("Split")) == (1, joined, 1)
+    for found, expected in zip(results(model, values=(x,)), module(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+class HalvesReadTwice(torch.nn.Module):
+    """The gate behind its values, one of which is read once more."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.both = form, torch.nn.Linear(HIDDEN, 48, bias=False)
+
+    def forward(self, x):
+        up, gate = self.both(x).chunk(2, -1)
+        active = torch.nn.functional.silu(gate)
+        if self.form == "values":
+            return active * up + up
+        if self.form == "gate":
+            return active * up + gate
+        if self.form == "active":
+            return active * up + active
+        return active * up + torch.relu(gate) * up
+
+
+@pytest.mark.parametrize("form", ["values", "gate", "active", "both"])
+def test_halves_that_others_read_stay_in_their_places(form):
+    torch.manual_seed(9)
+    x, module = torch.randn(2, 5, HIDDEN), HalvesReadTwice(form)
+    _, model = counts_of(module, x)
+    torch.testing.assert_close(torch.from_numpy(results(model, values=(x,))[0]), module(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+class GatedRows(torch.nn.Module):
+    """Gates of 16 bits whose product with float32 values goes on in float32, where float16 does not hold it."""
+
+    def __init__(self, rounded):
+        super().__init__()
+        self.rounded = rounded
+
+    def forward(self, x, gate):
+        y = x.float() * 300 * torch.nn.functional.silu(gate.float())
+        return (y * 1e-3 if not self.rounded else y.to(x.dtype) * 0.5).to(x.dtype)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_gates_in_float16_keep_the_range_of_float32(rounded):
+    x, gate = (torch.full((2, 5, HIDDEN), n).half() for n in (300.0, 1e-3 if rounded else 10.0))
+    counts, model = counts_of(GatedRows(rounded), x, gate)
+    assert counts["fuse_gates"] == 1
+    found = torch.from_numpy(results(model, values=(x, gate))[0])
+    torch.testing.assert_close(found, GatedRows(rounded)(x, gate), rtol=2e-3, atol=0)
+
+
+def test_gates_of_other_ranks_stay():
+    class Ranks(torch.nn.Module):
+        def forward(self, x):
+            row, more = x.mean((0, 1)), x.unsqueeze(2).unsqueeze(2)
+            return torch.relu(row) * torch.tanh(row), torch.relu(more) * torch.tanh(more)
+
+    x = torch.randn(2, 5, HIDDEN)
+    counts, model = counts_of(Ranks(), x)
+    assert counts["fuse_gates"] == 0
+    for found, expected in zip(results(model, values=(x,)), Ranks()(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_norm_is_not_narrowed():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((HIDDEN,), 1e-3))
+
+        def forward(self, x):
+            wide = x.float()
+            return (wide / torch.sqrt(wide.abs() * 1e-9) * self.weight.float()).to(x.dtype)
+
+    assert counts_of(Scaled().half(), torch.randn(2, 5, HIDDEN).half())[0]["narrow_norms"] == 0

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import random
+import tempfile
 import time
 from pathlib import Path
 
@@ -102,13 +103,13 @@ def simpler(case):
 @functools.cache
 def folder_of(base):
     """An exported folder with a serving graph, made once a run."""
-    folder = files.store() / f"clients-{base}"
-    if not folder.exists():
-        part = files.store() / f"clients-{base}-part"
-        part.mkdir()
-        with files.MAKING:
+    with files.MAKING:
+        folder = files.store() / f"clients-{base}"
+        if not folder.exists():
+            part = Path(tempfile.mkdtemp(dir=files.store()))
             make(base, part)
-        part.rename(folder)
+            with contextlib.suppress(OSError):  # another process was faster
+                part.rename(folder)
     return folder
 
 
@@ -402,7 +403,11 @@ async def all_of(case, port):
         raise Wrong(f"not all clients have an answer after {SECONDS} s") from None
     finally:
         done.set()
-        await watching
+        await asyncio.wait([watching], timeout=30)
+    if not watching.done():
+        watching.cancel()
+        raise Wrong("the server stopped answering who looks at it")
+    watching.result()
     return found
 
 
