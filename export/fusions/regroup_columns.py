@@ -13,17 +13,19 @@ def _columns_of_heads(split: ir.Node) -> tuple[ir.Node, np.ndarray, int, list[in
     reshape = producer(heads, "Reshape")
     product = producer(reshape.inputs[0], "MatMul") if reshape else None
     matrix = constant(product.inputs[1]) if product else None
-    sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else None
-    if matrix is None or sizes is None or matrix.ndim != 2 or heads.shape is None or len(heads.shape) != 4:
+    if matrix is None or "split" in split.attributes or matrix.ndim != 2 or heads.shape is None or len(heads.shape) != 4:
         return None
     flat, (H, G) = product.outputs[0], heads.shape[2:]
-    if not isinstance(H, int) or not isinstance(G, int) or H < 2 or matrix.shape[1] != H * G or int(sizes.sum()) != G:
+    if not isinstance(H, int) or not isinstance(G, int) or H < 2 or matrix.shape[1] != H * G:
         return None
-    if (
-        split.attributes.get_int("axis", 0) not in (-1, 3)
-        or flat.shape is None
-        or list(flat.shape[:2]) != list(heads.shape[:2])
-    ):
+    count = len(split.outputs)
+    sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else np.full(count, G // count)
+    if sizes is None or int(sizes.sum()) != G:
+        return None
+    tokens = heads.shape[:2]
+    if split.attributes.get_int("axis", 0) not in (-1, 3) or flat.shape is None or not named(tokens):
+        return None
+    if list(flat.shape[:2]) != list(tokens):
         return None
     alone = read_by(flat, reshape) and read_by(heads, split)
     if not alone or len(flat.shape) != 3 or any(output.is_graph_output() for output in split.outputs):
@@ -32,17 +34,20 @@ def _columns_of_heads(split: ir.Node) -> tuple[ir.Node, np.ndarray, int, list[in
 
 
 def _skip_reshapes(graph: ir.Graph, heads: ir.Value, flat: ir.Value) -> None:
-    """Reshapes of a part [B,N,H,g] read [B,N,H*g] in its place, or are gone where that is what they make."""
+    """What Reshapes make of a part [B,N,H,g] is the part [B,N,H*g] itself where it has that shape again; others read it in the
+    place of the heads."""
     for use in list(heads.uses()):
         node = use.node
-        if node.op_type != "Reshape" or node.domain != "" or use.idx != 0:
+        if node.op_type != "Reshape" or node.domain != "" or use.idx != 0 or node.graph is not graph:
             continue
         made, sizes = node.outputs[0], constant(node.inputs[1])
         same = made.shape is not None and named(made.shape) and list(made.shape) == list(flat.shape)
         if same and not made.is_graph_output():
             made.replace_all_uses_with(flat)
             graph.remove(node, safe=True)
-        elif sizes is not None and 0 not in sizes:  # which would copy a size
+            continue
+        _skip_reshapes(graph, made, flat)
+        if sizes is not None and 0 not in sizes:  # which would copy a size
             node.replace_input_with(0, flat)
 
 
