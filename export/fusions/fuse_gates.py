@@ -4,7 +4,18 @@ import numpy as np
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import MICROSOFT, Op, adder, constant, named, new_initializer, producer, read_by, take_over
+from leanfleet.export.fusions.graph import (
+    MICROSOFT,
+    Op,
+    adder,
+    constant,
+    named,
+    narrow,
+    new_initializer,
+    producer,
+    read_by,
+    take_over,
+)
 
 
 def _halves(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
@@ -72,18 +83,11 @@ def _gate_last(node: ir.Node, active: ir.Value, gate: ir.Value, up: ir.Value) ->
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def _narrow(value: ir.Value | None) -> ir.Value | None:
-    """What a Cast to float32 widens; the value itself where there is none."""
-    cast = producer(value, "Cast")
-    inner = cast.inputs[0] if cast is not None and value.dtype == ir.DataType.FLOAT else None
-    return value if inner is None or inner.dtype not in _TYPES else inner
-
-
 def _apart(node: ir.Node) -> tuple[str, ir.Value, ir.Value] | None:
     """(activation, gate, values) where a Mul node alone reads an activated gate, and values of its shape, that may both have
     been widened to float32 before or after the activation."""
     for active, up in (node.inputs, tuple(reversed(node.inputs))):
-        found = _activation(active) or _activation(_narrow(active))
+        found = _activation(active) or _activation(narrow(active))
         if found is None or up is None or up is active or not read_by(active, node):
             continue
         gate = found[1]
@@ -119,13 +123,13 @@ def _cast(op: Op, value: ir.Value, dtype: ir.DataType) -> ir.Value:
 def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> bool:
     """In the gate's own type where the product is of it, or is rounded to it and the values were of it; else in float32, as
     before: float16 may not hold what is between. Whether it was done."""
-    op, product, narrow = adder(graph, node), node.outputs[0], _narrow(gate)
+    op, product, own = adder(graph, node), node.outputs[0], narrow(gate)
     cast, *others = [use.node for use in product.uses()] or [None]
     rounds = cast is not None and not others and (cast.domain, cast.op_type, cast.graph) == ("", "Cast", node.graph)
-    rounds = rounds and cast.outputs[0].dtype == narrow.dtype and not product.is_graph_output()
-    wide, ranged = product.dtype == ir.DataType.FLOAT, narrow.dtype == ir.DataType.BFLOAT16
-    if wide and rounds and (_narrow(up).dtype == narrow.dtype or ranged and up.dtype == product.dtype):
-        gate, up, last = narrow, _cast(op, _narrow(up), narrow.dtype), cast
+    rounds = rounds and cast.outputs[0].dtype == own.dtype and not product.is_graph_output()
+    wide, ranged = product.dtype == ir.DataType.FLOAT, own.dtype == ir.DataType.BFLOAT16
+    if wide and rounds and (narrow(up).dtype == own.dtype or ranged and up.dtype == product.dtype):
+        gate, up, last = own, _cast(op, narrow(up), own.dtype), cast
     elif wide and up.dtype == product.dtype:
         gate, last = _cast(op, gate, product.dtype), node
     elif gate.dtype == up.dtype == product.dtype:

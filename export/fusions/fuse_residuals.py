@@ -9,37 +9,47 @@ from leanfleet.export.fusions.graph import MICROSOFT, Op, constant, named, produ
 SIMPLIFIED, CENTRED = "SkipSimplifiedLayerNormalization", "SkipLayerNormalization"
 
 
+def over_root_mean_square(value: ir.Value | None) -> tuple[ir.Value, float] | None:
+    """(x, eps) where a value is x over the root of the mean square of its last axis plus eps; else None."""
+    quotient = producer(value, "Div")
+    root = quotient and producer(quotient.inputs[1], "Sqrt")
+    total = root and producer(root.inputs[0], "Add")
+    if not total:
+        return None
+    x = quotient.inputs[0]
+    for averaged, added in (total.inputs, total.inputs[::-1]):
+        mean, eps = producer(averaged, "ReduceMean"), constant(added)
+        square = mean and producer(mean.inputs[0], "Pow", "Mul")
+        if not square or eps is None or eps.size != 1:
+            continue
+        axes = constant(mean.inputs[1]) if len(mean.inputs) > 1 else None
+        last = (
+            axes is not None
+            and axes.tolist() in ([-1], [len(x.shape or ()) - 1])
+            and (mean.attributes.get_int("keepdims", 1) == 1)
+        )
+        exponent = constant(square.inputs[1])
+        squared = square.inputs[0] is x and (
+            square.inputs[1] is x if square.op_type == "Mul" else exponent is not None and exponent.tolist() in (2, [2])
+        )
+        if last and squared:
+            return x, float(eps.item())
+    return None
+
+
 def _rms_norm(product: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
     """(x, weight [E], eps) where a Mul node is the RMS norm of x's last axis, computed in float32 or in x's type; else None."""
     for weight, normed in (product.inputs, product.inputs[::-1]):
         if weight is None or weight.shape is None or len(weight.shape) != 1 or constant(weight) is None:
             continue
         cast = producer(normed, "Cast")
-        quotient = producer(cast.inputs[0] if cast else normed, "Div")
-        root = quotient and producer(quotient.inputs[1], "Sqrt")
-        total = root and producer(root.inputs[0], "Add")
-        if not total:
+        found = over_root_mean_square(cast.inputs[0] if cast else normed)
+        widened = producer(found[0], "Cast") if found and cast else None
+        if not found or (cast and not widened):
             continue
-        wide = quotient.inputs[0]
-        widened = producer(wide, "Cast") if cast else None
-        for averaged, added in (total.inputs, total.inputs[::-1]):
-            mean, eps = producer(averaged, "ReduceMean"), constant(added)
-            square = mean and producer(mean.inputs[0], "Pow", "Mul")
-            if not square or eps is None or eps.size != 1 or (cast and not widened):
-                continue
-            axes = constant(mean.inputs[1]) if len(mean.inputs) > 1 else None
-            last = (
-                axes is not None
-                and axes.tolist() in ([-1], [len(wide.shape or ()) - 1])
-                and (mean.attributes.get_int("keepdims", 1) == 1)
-            )
-            exponent = constant(square.inputs[1])
-            squared = square.inputs[0] is wide and (
-                square.inputs[1] is wide if square.op_type == "Mul" else exponent is not None and exponent.tolist() in (2, [2])
-            )
-            x = widened.inputs[0] if cast else wide
-            if last and squared and x.dtype == weight.dtype == product.outputs[0].dtype:
-                return x, weight, float(eps.item())
+        x = widened.inputs[0] if widened else found[0]
+        if x.dtype == weight.dtype == product.outputs[0].dtype:
+            return x, weight, found[1]
     return None
 
 

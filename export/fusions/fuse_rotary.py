@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import MICROSOFT, adder, columns, constant, producer, replace
+from leanfleet.export.fusions.graph import MICROSOFT, adder, columns, constant, narrow, producer, replace
 from leanfleet.export.fusions.rotary_embedding import rotate_heads_first, row_numbers, set_rotary
 
 
@@ -44,13 +44,6 @@ def _rotated_half(value: ir.Value) -> ir.Value | None:
     return x if width % 2 == 0 and (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
-def _narrow(value: ir.Value | None) -> ir.Value | None:
-    """What a Cast to float32 widens; the value itself where there is none."""
-    cast = producer(value, "Cast")
-    narrow = cast.inputs[0] if cast and value.dtype == ir.DataType.FLOAT else None
-    return narrow if narrow is not None and narrow.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else value
-
-
 def _rounded(node: ir.Node, dtype: ir.DataType | None) -> ir.Node | None:
     """The last node of an encoding of values of a type: the Add itself, or the Cast alone that rounds it; None: neither."""
     if node.outputs[0].dtype == dtype:
@@ -69,8 +62,8 @@ def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node, ir.N
     products = [producer(value, "Mul") for value in node.inputs]
     for straight, rotated in (products, products[::-1]) if None not in products else ():
         for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            x = _rotated_half(rotated.inputs[i]) or _rotated_half(_narrow(rotated.inputs[i]))
-            if x is None or x not in (straight.inputs[j], _narrow(straight.inputs[j])) or x.shape is None or len(x.shape) != 4:
+            x = _rotated_half(rotated.inputs[i]) or _rotated_half(narrow(rotated.inputs[i]))
+            if x is None or x not in (straight.inputs[j], narrow(straight.inputs[j])) or x.shape is None or len(x.shape) != 4:
                 continue
             last = _rounded(node, x.dtype)
             cos, sin = (producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], rotated.inputs[1 - i]))

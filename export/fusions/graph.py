@@ -53,8 +53,15 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def narrow(value: ir.Value | None) -> ir.Value | None:
+    """What a Cast to float32 widens from 16 bits; the value itself where there is none."""
+    cast = producer(value, "Cast")
+    inner = cast.inputs[0] if cast is not None and value is not None and value.dtype == ir.DataType.FLOAT else None
+    return inner if inner is not None and inner.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else value
+
+
 def new_initializer(graph: ir.Graph, old: ir.Value, word: str, array: np.ndarray, dtype: ir.DataType | None = None) -> ir.Value:
-    """An initializer of a constant's type, or of another, and with a name that begins with its."""
+    """An initializer of a value's type, or of another, and with a name that begins with its."""
     taken = {*graph.initializers, *(output.name for node in graph for output in node.outputs)}
     names = (f"{old.name}_{word}{number or ''}" for number in itertools.count())
     name = next(n for n in names if n not in taken)

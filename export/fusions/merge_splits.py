@@ -21,8 +21,8 @@ def _parts(split: ir.Node | None) -> list[int] | None:
     return [width // count] * count if len(split.inputs) == 1 and isinstance(width, int) and width % count == 0 else None
 
 
-def _read_by(value: ir.Value, node: ir.Node) -> bool:
-    """Whether this node alone reads a value, once."""
+def _read_once_by(value: ir.Value, node: ir.Node) -> bool:
+    """Whether this node alone reads a value, once; not even its shape is asked for, as the value will be gone."""
     return not value.is_graph_output() and [use.node for use in value.uses()] == [node]
 
 
@@ -46,7 +46,7 @@ def _joined(graph: ir.Graph, concat: ir.Node) -> bool:
     if (
         list(concat.inputs) != list(split.outputs)[first : first + count]
         or concat.attributes.get_int("axis", 0) not in (-1, rank - 1)
-        or not all(_read_by(x, concat) for x in concat.inputs)
+        or not all(_read_once_by(x, concat) for x in concat.inputs)
     ):
         return False
     outputs = list(split.outputs)
@@ -65,7 +65,7 @@ def _flattened(graph: ir.Graph, inner: ir.Node) -> bool:
     """Whether a Split was of a part of another, which has its parts now."""
     outer, sizes = producer(inner.inputs[0], "Split"), _parts(inner)
     before = _parts(outer)
-    if outer is None or sizes is None or before is None or not _read_by(inner.inputs[0], inner):
+    if outer is None or sizes is None or before is None or not _read_once_by(inner.inputs[0], inner):
         return False
     if len(outer.inputs[0].shape) != len(inner.inputs[0].shape):
         return False

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
+from leanfleet.export.fusions.fuse_residuals import over_root_mean_square
 from leanfleet.export.fusions.graph import adder, constant, new_initializer, producer, take_over
 
 
@@ -12,19 +13,6 @@ def _narrow(weight: np.ndarray, dtype: ir.DataType) -> np.ndarray | None:
     exact = np.array_equal(narrow.astype(np.float32), weight)
     held = dtype == ir.DataType.FLOAT16 and bool(np.all((np.abs(weight) >= 2.0**-14) & (np.abs(weight) < 60000.0)))
     return narrow if exact or held else None
-
-
-def _widened(normed: ir.Value | None) -> ir.Node | None:
-    """The Cast of x where a value is the widened x over the root of its mean square and a constant; else None."""
-    quotient = producer(normed, "Div")
-    root = producer(quotient.inputs[1], "Sqrt") if quotient else None
-    total = producer(root.inputs[0], "Add") if root else None
-    for part in total.inputs if total else ():
-        mean = producer(part, "ReduceMean")
-        square = producer(mean.inputs[0], "Pow", "Mul") if mean else None
-        if square and square.inputs[0] is quotient.inputs[0]:
-            return producer(quotient.inputs[0], "Cast")
-    return None
 
 
 def narrow_norms(model: ir.Model, positions: int | None = None) -> int:
@@ -39,7 +27,8 @@ def narrow_norms(model: ir.Model, positions: int | None = None) -> int:
         if product is None or len(list(product.outputs[0].uses())) != 1 or product.outputs[0].is_graph_output():
             continue
         for weight, normed in (product.inputs, tuple(reversed(product.inputs))):
-            array, widened = constant(weight), _widened(normed)
+            array, found = constant(weight), over_root_mean_square(normed)
+            widened = producer(found[0], "Cast") if found else None
             x = widened.inputs[0] if widened else None
             if array is None or array.ndim != 1 or array.dtype != np.float32 or x is None or x.dtype != node.outputs[0].dtype:
                 continue

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import adder, constant, take_over
+from leanfleet.export.fusions.graph import adder, constant, new_initializer, take_over
 
 
 def _bias(node: ir.Node, width: int) -> tuple[ir.Node, np.ndarray] | None:
@@ -24,10 +24,7 @@ def _joined(
 ) -> ir.Value:
     """The output of a `kind` node of value and all arrays side by side, put before the node of the first of them."""
     array, old = np.concatenate(arrays, axis=-1), before.outputs[0]
-    packed = ir.Value(name=f"{old.name}_packed_{kind}", const_value=ir.tensor(array, dtype=dtype))
-    packed.dtype, packed.shape = dtype, ir.Shape(array.shape)
-    graph.register_initializer(packed)
-    new = adder(graph, before)(kind, value, packed)
+    new = adder(graph, before)(kind, value, new_initializer(graph, old, f"packed_{kind}", array, dtype))
     new.type, new.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], array.shape[-1]])
     return new
 

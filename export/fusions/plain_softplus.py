@@ -1,5 +1,7 @@
 """Softplus beside the comparison that keeps it from overflowing -> Softplus."""
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
@@ -8,9 +10,11 @@ from leanfleet.export.fusions.graph import constant, producer
 EXACT_FROM = 18.0  # log(1 + exp(-x)) is less than half a unit in the last place of x in float32
 
 
-def _number(value: ir.Value | None) -> float | None:
+def _number(value: ir.Value | None, absent: float | None = None) -> float | None:
+    """What a constant scalar is, or `absent` for no value; None for one that is not known."""
     array = constant(value)
-    return float(array.astype(np.float64).item()) if array is not None and array.ndim == 0 else None
+    known = float(array.astype(np.float64).item()) if array is not None and array.ndim == 0 else None
+    return absent if value is None else known
 
 
 def _softplus(node: ir.Node) -> ir.Value | None:
@@ -22,10 +26,10 @@ def _softplus(node: ir.Node) -> ir.Value | None:
             x = node.inputs[1]
             return inner.outputs[0] if x is not None and over.inputs[0] is x and inner.inputs[0] is x else None
     if node.op_type == "Clip" and not node.attributes:  # which opsets below 11 have
-        inner, low, high = producer(node.inputs[0], "Softplus"), *(_number(i) for i in [*node.inputs[1:], None, None][:2])
-        if inner and (low is None or low <= 0.0) and (high is None or high == float("inf")):
-            given = [i for i in node.inputs[1:] if i is not None]
-            return inner.outputs[0] if all(constant(i) is not None for i in given) else None
+        inner, bounds = producer(node.inputs[0], "Softplus"), [*node.inputs[1:], None, None]
+        low, high = _number(bounds[0], -math.inf), _number(bounds[1], math.inf)
+        if inner and low is not None and low <= 0.0 and high == math.inf:
+            return inner.outputs[0]
     return None
 
 
