@@ -59,6 +59,26 @@ SHAPES["llama-3-8b"] = dict(
     num_key_value_heads=8,
     tie_word_embeddings=False,
 )
+SHAPES["qwen2.5-7b"] = dict(
+    model_type="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+SHAPES["gemma-2-9b"] = dict(
+    model_type="gemma2",
+    vocab_size=256000,
+    hidden_size=3584,
+    intermediate_size=14336,
+    num_hidden_layers=42,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=256,
+)
 # Hybrids: attention and Mamba-2 in each layer; the gated delta rule (keys of 96, values of 192) in three layers of four.
 SHAPES["falcon-h1-1.5b"] = dict(
     model_type="falcon_h1",

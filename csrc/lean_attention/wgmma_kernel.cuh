@@ -234,6 +234,22 @@ struct WarpgroupConsumer {
   // Softmax
 
   // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
+  // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by at
+  // most 2 up to 2^25, where weights overflow beyond. A row with logits that far has them times a power of two near the scale
+  // instead, which rounds nothing: its distinct logits are so far apart that only the largest count either way.
+  // |scale|: its sign is in the query.
+  __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
+  static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p26f; }
+  static __device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
+  // The largest logit times log2(e) of a row with that maximum.
+  static __device__ __forceinline__ float logit_of(float max, float scale) {
+    return is_far(max) ? max * (scale / power_above(scale)) : max;
+  }
+  // 2^n >= x > 2^(n-1).
+  static __device__ __forceinline__ float power_above(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
+  }
+
   __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float (&factor)[2]) {
     float top[2][2];
 #pragma unroll
@@ -248,7 +264,8 @@ struct WarpgroupConsumer {
     for (int c = 0; c < 2; ++c) {
       float most = fmaxf(top[c][0], top[c][1]);
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2)) * scale;
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+      most *= unit_of(most * scale, scale);
       const float in_use = most > max[c] + kRescaleAt ? most : max[c];
       factor[c] = rescale(max[c], in_use);
       max[c] = in_use;
@@ -256,28 +273,16 @@ struct WarpgroupConsumer {
     }
   }
 
-  // weigh rounds s * scale - max once, but max has been rounded before: where it is beyond 2^31 the largest logit may be 128 more
-  // than it. Such logits are multiplied first. Returns what is left to multiply by.
-  __device__ __forceinline__ float scale_logits(Scores& s, float scale) const {
-    const auto is_far = [](float x) { return fabsf(x) >= 0x1p24f && x != -INFINITY; };
-    if (!__any_sync(kFullWarp, is_far(max[0]) || is_far(max[1]))) return scale;
-#pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= scale;
-    return 1.0f;
-  }
-
   // Turns the logits of row c into weights and adds them up.
   template <int c>
   __device__ __forceinline__ void weigh(Scores& s, float scale) {
-    const float base = max[c] == -INFINITY ? 0.0f : -max[c];
+    const float base = max[c] == -INFINITY ? 0.0f : -max[c], unit = unit_of(max[c], scale);
     float sums[2] = {sum[c], 0.0f};
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        s[n][2 * c + i] = exp2_fast(fmaf(s[n][2 * c + i], scale, base));
+        s[n][2 * c + i] = exp2_fast(fmaf(s[n][2 * c + i], unit, base));
         sums[i] += s[n][2 * c + i];
       }
     }
@@ -308,8 +313,7 @@ struct WarpgroupConsumer {
 
   // groups: so many do this.
   __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, Output& o) {
-    // |scale|: its sign is in the query.
-    const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
+    const float scale = log2_scale();
     Span plain = {ceil_div(work.common.begin, kTokens), work.common.end / kTokens};  // tiles of which all rows see all tokens
     if (args.softcap > 0.0f) plain.end = plain.begin;
     Scores s;
@@ -331,19 +335,18 @@ struct WarpgroupConsumer {
       hopper::fence_accumulators(s);
       finish_scores(tile, plain, work, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
       new_maxima(s, scale, factor);
-      const float unit = scale_logits(s, scale);
       // The product of the values before is waited for late: its registers are needed by rescaling alone.
       if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
-      weigh<0>(s, unit);
+      weigh<0>(s, scale);
       if (kWidth > 128) {
-        weigh<1>(s, unit);
+        weigh<1>(s, scale);
         stay_behind(sum[1]);
       }
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(pair == 0 ? loads.slots / 2 - 1 : pair - 1, tile > tiles.begin);
       rescale_output(o, factor);
-      if (kWidth <= 128) weigh<1>(s, unit);
+      if (kWidth <= 128) weigh<1>(s, scale);
       pack(s, p);
       const int before = pair;
       const uint32_t before_parity = parity;
@@ -532,6 +535,7 @@ struct WarpgroupConsumer {
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 2);
+      if (max[c] == INFINITY) sum[c] = NAN;  // beyond float32: no weight is left
     }
     if (segment.count == 1) {
       write_output(work.unit, all, o);
@@ -562,7 +566,7 @@ struct WarpgroupConsumer {
     for (int c = 0; c < 2; ++c) {
       const int row = rows.begin + 16 * warp + lane / 4 + 8 * c;
       const RowPlace place = row_place(args, unit, min32(row, rows.end - 1));
-      const RowEnd<T> end = row_end<T>(args, unit, place, max[c], sum[c]);
+      const RowEnd<T> end = row_end<T>(args, unit, place, logit_of(max[c], log2_scale()), sum[c]);
       if (lane % 4 == 0 && row < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
       for (int d = 0; d < kWidth / 8; d += 4) {
@@ -636,7 +640,7 @@ struct WarpgroupConsumer {
           }
         }
         const RowPlace place = row_place(args, unit, min32(mine, rows.end - 1));
-        const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
+        const RowEnd<T> end = row_end<T>(args, unit, place, logit_of(top, log2_scale()), total);
         if (column0 == 0 && lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
