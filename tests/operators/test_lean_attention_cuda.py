@@ -587,6 +587,19 @@ def test_infinite_and_huge_logits(dtype):
     assert out["output"].isnan().all() and out["lse"].isnan().all()
 
 
+@pytest.mark.parametrize("D", (64, 128, 192, 256))
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_prompts_of_logits_far_from_zero(dtype, D):
+    """Logits of one product, exact in float32: what is wrong then is what scaling and subtracting the maximum round."""
+    for power, sign in itertools.product((10, 18, 24, 25, 26, 27, 30, 33, 60, 120), (1, -1)):
+        for facts in (dict(lens=(300, 150), Nq=150, H=4, Hkv=2), dict(lens=(3000,), Nq=40, H=4, Hkv=1)):
+            inputs, attrs = make_case(power, dtype=dtype, D=D, Dv=D, scale=0.7 * 2.0**power, **facts)
+            inputs["query"][..., 1:] *= 0
+            if sign < 0:  # no logit above 0
+                inputs["query"], inputs["key_cache"] = -inputs["query"].abs(), inputs["key_cache"].abs()
+            check(inputs, attrs)
+
+
 def test_sinks_of_any_size():
     for dtype in DTYPES:
         inputs, attrs = make_case(12, dtype=dtype, lens=(20, 300), H=6, Hkv=2, sinks=True)
