@@ -43,11 +43,14 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
+  // How long the hardware may let a warp sleep, in nanoseconds. Without it a try ends after some 80 cycles, and warps that wait
+  // for long take a twentieth of the slots in which the others issue.
+  constexpr uint32_t kSleep = 10'000'000;
   uint32_t done;
   do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
-                 : "r"(barrier), "r"(parity)
+                 : "r"(barrier), "r"(parity), "r"(kSleep)
                  : "memory");
   } while (!done);
 #else
