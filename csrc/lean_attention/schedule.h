@@ -417,10 +417,12 @@ LEANFLEET_HD bool deal(const Args& args, int32_t index, Unit& unit) {
   return true;
 }
 
-// Whether whole units are done sooner than ranges, by an estimate. All requests have all keys of the cache.
+// Whether whole units are done sooner than ranges, by an estimate. All requests have all keys of the cache. Ranges go over all heads
+// at once: where these do not fit in the L2 cache, keys come from memory again and again, and the tiles of units are as many more.
 LEANFLEET_HD bool is_better_dealt(const Args& args) {
   constexpr int32_t kRowTiles = 32;       // that are looked at
   constexpr int32_t kUnit = 3, kCut = 9;  // begin and end of a unit; a merge and finding a range: in tiles, measured
+  constexpr int32_t kBeyondCache = 10;    // of so many tiles of a range one more
   const int32_t ctas = args.plan.max_ranges, row_tiles = num_row_tiles(args);
   const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * row_tiles;
   if (units >= 1 << 20) return false;
@@ -442,7 +444,10 @@ LEANFLEET_HD bool is_better_dealt(const Args& args) {
     const int64_t first = cost(0), middle = cost(ctas - 1) + cost(ctas);
     longest = middle > first ? middle : first;
   }
-  return longest < even + even / 25 + kUnit + kCut;  // what cuts take of long prompts
+  const int64_t rounds = (units + ctas - 1) / ctas * cost(0);
+  if (longest > rounds) longest = rounds;
+  const bool beyond = args.batch * args.kv_heads > 2 * args.plan.deal_heads;
+  return longest < even + even / 25 + (beyond ? even / kBeyondCache : 0) + kUnit + kCut;  // 25: what cuts take of long prompts
 }
 
 // Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known. args.plan is not read.

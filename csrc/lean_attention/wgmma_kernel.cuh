@@ -10,8 +10,6 @@
 // behind a branch, with others on their way, makes the compiler wait for each.
 #pragma once
 
-#include <cfloat>
-
 #include "core/hopper.cuh"
 #include "lean_attention/mma_kernel.cuh"
 
@@ -86,9 +84,7 @@ struct WarpgroupConsumer {
   const int group, warp, lane;
   int pair = 0;  // of slots in the ring, keys' and values'
   uint32_t parity = 0;
-  // Of this thread's rows: the maximum in use, a logit times log2(e); the product beyond which another comes into use (-inf:
-  // nothing has been seen); the sum of weights.
-  float max[2], bound[2], sum[2];
+  float max[2], sum[2];
 
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
@@ -130,13 +126,10 @@ struct WarpgroupConsumer {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
   // Whether this tile's values and the next one's keys have landed: asked while products run, so that nobody waits for the answer.
-  struct Landed {
-    bool values, keys;
-  };
-  __device__ __forceinline__ Landed ask_landed() const {
+  __device__ __forceinline__ bool are_there() const {
     const bool turns = pair + 1 == loads.slots / 2;
     const uint32_t next_keys = ring.full + (turns ? 0 : pair + 1) * 16;
-    return {mbarrier_test(values_full(pair), parity), mbarrier_test(next_keys, turns ? parity ^ 1 : parity)};
+    return mbarrier_test(values_full(pair), parity) & mbarrier_test(next_keys, turns ? parity ^ 1 : parity);
   }
   // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
   // compiler would stop to mix instructions. zero: something that has to be known before.
@@ -153,10 +146,12 @@ struct WarpgroupConsumer {
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
   __device__ __forceinline__ void release_values(int of, bool held = true) const {
-    release(values_empty(of), threads_fill(), 0, held);
+    release(values_empty(of), !loads.tensor_maps || args.append, 0, held);
   }
-  // Whether threads copy rows into slots, and not TMA alone. wgmma reads them behind a fence.
-  __device__ __forceinline__ bool threads_fill() const { return !loads.tensor_maps || args.append; }
+  // Rows that threads have copied instead of TMA, before wgmma reads them.
+  __device__ __forceinline__ void landed() const {
+    if (!loads.tensor_maps || args.append) hopper::fence_proxy_async();
+  }
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
   // slot back: an order that racecheck follows. First all of them in one word, in that lane, while the products run.
@@ -166,11 +161,9 @@ struct WarpgroupConsumer {
     const uint2 low = *reinterpret_cast<const uint2*>(bits);
     return make_uint4(low.x, low.y, 0, 0);
   }
-  // `on`: this is that lane, and there are pages. A predicate that the compiler does not see through: it would work out the
+  // `reads`: this is that lane, and there are pages. A predicate that the compiler does not see through: it would work out the
   // address under it too.
-  __device__ __forceinline__ uint32_t load_missing(bool on) const {
-    uint32_t reads = on;
-    asm volatile("" : "+r"(reads));
+  __device__ __forceinline__ uint32_t load_missing(uint32_t reads) const {
     const uint32_t from = shared_address(ring.masked_out + pair * 2 * Tile::kSlices);
     uint32_t x, y, z, w;
     if (kTokens == 128) {
@@ -240,25 +233,24 @@ struct WarpgroupConsumer {
 
   // Softmax
 
-  // Logits times log2(e) are s * scale.
-  __device__ __forceinline__ float log2_scale() const {  // its sign is in the query
-    return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
-  }
+  // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
   // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by at
-  // most 2 up to 2^25, where weights overflow beyond. Of a row with a maximum that far products are taken times a power of two
-  // near the scale instead, which rounds nothing: distinct logits are so far apart that only the largest count either way.
+  // most 2 up to 2^25, where weights overflow beyond. A row with logits that far has them times a power of two near the scale
+  // instead, which rounds nothing: its distinct logits are so far apart that only the largest count either way.
+  // |scale|: its sign is in the query.
+  __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
   static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p26f; }
+  static __device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
+  // The largest logit times log2(e) of a row with that maximum.
+  static __device__ __forceinline__ float logit_of(float max, float scale) {
+    return is_far(max) ? max * (scale / power_above(scale)) : max;
+  }
   // 2^n >= x > 2^(n-1).
   static __device__ __forceinline__ float power_above(float x) {
     return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
   }
-  static __device__ __forceinline__ float logit_of(float max, float scale) {
-    return is_far(max) ? max * (scale / power_above(scale)) : max;
-  }
 
-  // Brings the maxima up to date: what earlier sums have to be multiplied with, and products of this tile. The way from a maximum
-  // to the first exponential is what nothing else hides: so few operations one after the other as can be.
-  __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float margin, float (&factor)[2], float (&unit)[2]) {
+  __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float (&factor)[2]) {
     float top[2][2];
 #pragma unroll
     for (int c = 0; c < 2; ++c)
@@ -268,32 +260,29 @@ struct WarpgroupConsumer {
 #pragma unroll
         for (int n = 1; n < kTokens / 8; ++n) top[c][i] = fmaxf(top[c][i], s[n][2 * c + i]);
       }
-    const float power = power_above(scale);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float most = fmaxf(top[c][0], top[c][1]);
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-      const bool rises = most > bound[c], far = is_far(most * scale);
-      const float before = max[c], unit_before = is_far(before) ? power : scale;
-      const float risen = far ? most * power : most * scale;
-      unit[c] = rises ? far ? power : scale : unit_before;
-      max[c] = rises ? risen : before;
-      factor[c] = bound[c] == -INFINITY ? 0.0f : exp2_fast(before - max[c]);
-      bound[c] = rises ? most + margin : bound[c];
+      most *= unit_of(most * scale, scale);
+      const float in_use = most > max[c] + kRescaleAt ? most : max[c];
+      factor[c] = rescale(max[c], in_use);
+      max[c] = in_use;
       sum[c] *= factor[c];
     }
   }
 
   // Turns the logits of row c into weights and adds them up.
   template <int c>
-  __device__ __forceinline__ void weigh(Scores& s, float unit) {
+  __device__ __forceinline__ void weigh(Scores& s, float scale) {
+    const float base = max[c] == -INFINITY ? 0.0f : -max[c], unit = unit_of(max[c], scale);
     float sums[2] = {sum[c], 0.0f};
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        s[n][2 * c + i] = exp2_fast(fmaf(s[n][2 * c + i], unit, -max[c]));
+        s[n][2 * c + i] = exp2_fast(fmaf(s[n][2 * c + i], unit, base));
         sums[i] += s[n][2 * c + i];
       }
     }
@@ -324,76 +313,74 @@ struct WarpgroupConsumer {
 
   // groups: so many do this.
   __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, Output& o) {
-    const float scale = log2_scale(), margin = fminf(kRescaleAt / scale, FLT_MAX);
+    const float scale = log2_scale();
     Span plain = {ceil_div(work.common.begin, kTokens), work.common.end / kTokens};  // tiles of which all rows see all tokens
     if (args.softcap > 0.0f) plain.end = plain.begin;
-    const bool paged = args.cache_kind == kPaged, fills = threads_fill(), looks = fills || paged;
     Scores s;
     Weights p;
-    float factor[2], unit[2];
+    float factor[2];
     mbarrier_wait(keys_full(), parity);
-    if (fills) hopper::fence_proxy_async();
-    uint32_t missing = load_missing(paged && lane == 0);
+    landed();
+    uint32_t reads_bits = args.cache_kind == kPaged && lane == 0;
+    asm volatile("" : "+r"(reads_bits));
+    uint32_t missing = load_missing(reads_bits);
     await_turn(groups);
     keys_product(s);
-    Landed there = ask_landed();
     end_turn(groups);
-    bool all_there = !paged || !__any_sync(kFullWarp, missing != 0);
-    bool is_plain = tiles.begin >= plain.begin && tiles.begin < plain.end && all_there;
+    bool there = are_there();
     hopper::warpgroup_wait<0>();
     // The code of the softmax stands once: where prompts are short it costs more to fetch it than to run it.
 #pragma unroll 1
     for (int tile = tiles.begin;;) {
       hopper::fence_accumulators(s);
-      if (!is_plain) finish_scores(tile, work, all_there, s);
-      if (kWidth != 128) release(keys_empty());
-      new_maxima(s, scale, margin, factor, unit);
+      finish_scores(tile, plain, work, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
+      new_maxima(s, scale, factor);
       // The product of the values before is waited for late: its registers are needed by rescaling alone.
       if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
-      weigh<0>(s, unit[0]);
+      weigh<0>(s, scale);
       if (kWidth > 128) {
-        weigh<1>(s, unit[1]);
+        weigh<1>(s, scale);
         stay_behind(sum[1]);
       }
+      const bool scales = kWidth <= 128 || __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(pair == 0 ? loads.slots / 2 - 1 : pair - 1, tile > tiles.begin);
-      rescale_output(o, factor);
-      if (kWidth <= 128) weigh<1>(s, unit[1]);
+      if (scales) rescale_output(o, factor);
+      if (kWidth <= 128) weigh<1>(s, scale);
       pack(s, p);
       const int before = pair;
       const uint32_t before_parity = parity;
       next();
       if (++tile == tiles.end) {
         mbarrier_wait(values_full(before), before_parity);
-        if (fills) hopper::fence_proxy_async();
+        landed();
         values_product(o, p, values(before));
         hopper::warpgroup_wait<0>();
         hopper::fence_accumulators(o);
         release_values(before);
         return;
       }
-      // One branch for all that most tiles do not need: a wait for slots, a fence, a look at pages that are missing.
-      if (looks || !there.values || !there.keys) {
+      if (!there) {
         mbarrier_wait(keys_full(), parity);
         mbarrier_wait(values_full(before), before_parity);
-        if (fills) hopper::fence_proxy_async();
-        missing = load_missing(paged && lane == 0);
       }
+      landed();
+      missing = load_missing(reads_bits);
       await_turn(groups);
       keys_product(s);
-      there = ask_landed();
       values_product(o, p, values(before));
       end_turn(groups);
-      all_there = !paged || !__any_sync(kFullWarp, missing != 0);
-      is_plain = tile >= plain.begin && tile < plain.end && all_there;
+      there = are_there();
       hopper::warpgroup_wait<1>();
     }
   }
 
-  // Caps and masks the logits of a tile that is not plain.
-  __device__ __forceinline__ void finish_scores(int tile, const Work& work, bool all_there, Scores& s) const {
+  // Caps and masks the logits of a tile unless it is plain. Gives keys back.
+  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
     const uint4 missing = missing_tokens(all_there);
+    if (kWidth != 128) release(keys_empty());
+    if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;
     if (args.softcap > 0.0f) {
@@ -532,8 +519,8 @@ struct WarpgroupConsumer {
     hopper::fence_proxy_async();
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      bound[c] = -INFINITY;
-      max[c] = sum[c] = 0.0f;
+      max[c] = -INFINITY;
+      sum[c] = 0.0f;
     }
 #pragma unroll
     for (int d = 0; d < kWidth / 8; ++d)
@@ -549,7 +536,6 @@ struct WarpgroupConsumer {
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 2);
-      if (bound[c] == -INFINITY) max[c] = -INFINITY;
       if (max[c] == INFINITY) sum[c] = NAN;  // beyond float32: no weight is left
     }
     if (segment.count == 1) {
