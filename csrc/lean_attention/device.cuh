@@ -317,13 +317,41 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   return true;
 }
 
+// Whether whole units are done sooner than ranges, the units being pieces of packed tokens; fills in plan.deal_heads. All lanes of a
+// warp call it.
+__device__ __forceinline__ bool are_better_dealt(Args& args) {
+  int32_t sum = 0, most = 0, count = 0;  // of units of a head, with their begin and end
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < args.batch; i += 32) {
+    const Request request = args.pieces[i];
+    if (request.rows == 0) continue;
+    const Span tiles = unit_tiles(args, request, 0);
+    const int32_t size = kUnit + max32(tiles.end - tiles.begin, 1);
+    sum += size, most = max32(most, size), ++count;
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    most = max32(most, __shfl_xor_sync(kFullWarp, most, distance));
+    count += __shfl_xor_sync(kFullWarp, count, distance);
+  }
+  if (4 * count < 3 * args.batch) return false;  // those without rows take their turns too
+  const int64_t ctas = args.plan.max_ranges, units = static_cast<int64_t>(count) * args.kv_heads;
+  const int64_t even = static_cast<int64_t>(sum) * args.kv_heads / ctas, rounds = (units + ctas - 1) / ctas * most;
+  const int64_t longest = even + sum / count / 2;
+  args.plan.deal_heads = heads_together(args, most * args.plan.key_tile, args.kv_heads);
+  return is_sooner(longest < rounds ? longest : rounds, even, args.kv_heads, args.plan.deal_heads);
+}
+
 // Whether units are dealt out whole, and the first one of this CTA, that of its own index. All lanes of a warp call it. `exists`:
 // there is one.
 template <class P>
-__device__ __forceinline__ bool deal_first(const Args& args, int index, Range<P>& range, bool& exists) {
+__device__ __forceinline__ bool deal_first(Args& args, int index, Range<P>& range, bool& exists) {
   range.dealt = false;
   if (args.plan.deal_history < 0) return false;
-  if (args.seq_lens != nullptr || args.query_lens != nullptr || args.cache_kind == kRagged) {
+  if (args.packed_tokens) {
+    if (!are_better_dealt(args)) return false;
+  } else if (args.seq_lens != nullptr || args.query_lens != nullptr || args.cache_kind == kRagged) {
     const int lane = threadIdx.x % 32;
     bool dealt = true;
     int keys = 0;

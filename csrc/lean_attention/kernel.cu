@@ -461,7 +461,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     const bool wgmma = takes_wgmma(args);
     if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
-    if (wgmma && plan.row_tile > 16 && !args.packed_tokens && forced_ranges == 0) choose_dealing(args, plan);
+    if (wgmma && plan.row_tile > 16 && forced_ranges == 0) choose_dealing(args, plan);
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.

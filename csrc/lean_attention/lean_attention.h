@@ -58,7 +58,7 @@ struct Plan {
   int32_t equal_parts = 0;    // of a unit if all units have equally many tiles: at most so many; 0: no such rule
   bool equal_halved = false;  // they are so many, or half, a quarter, ...
   int32_t deal_history = -1;  // units are dealt out whole if all requests have equally many keys, at most so many before their
-                              // new tokens; -1: they never are
+                              // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
 };
 

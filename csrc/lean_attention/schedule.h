@@ -395,7 +395,8 @@ LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, int64_t work
 // A cut costs a second begin and end of the unit and a merge, which is more than it evens out where a CTA has several units. Then
 // CTAs take whole units, each the next one that nobody has, of an order by falling size, so that all end at about the same time;
 // and nobody has to find the begin of a range. The order: of `deal_heads` heads after the other, so that their keys and values stay
-// in the L2 cache, the last query tiles of all, which see most keys, then those before, to the first.
+// in the L2 cache, the last query tiles of all, which see most keys, then those before, to the first. Pieces of packed tokens, a
+// query tile each, are in that order as if they were the query tiles of one request.
 
 // Whether a request is as all have to be for units to be dealt, if its keys are as many as those of the others.
 LEANFLEET_HD bool may_be_dealt(const Args& args, const Request& request) {
@@ -404,25 +405,39 @@ LEANFLEET_HD bool may_be_dealt(const Args& args, const Request& request) {
 
 // The unit of this index in that order, of less than 2^20; its position is not set. False: there are not so many.
 LEANFLEET_HD bool deal(const Args& args, int32_t index, Unit& unit) {
-  const int32_t heads = args.batch * args.kv_heads, row_tiles = num_row_tiles(args);
-  if (index >= heads * row_tiles) return false;
-  const int32_t first = small_quotient(index, args.plan.deal_heads * row_tiles) * args.plan.deal_heads;
-  const int32_t together = min32(args.plan.deal_heads, heads - first), rest = index - first * row_tiles;
+  const bool pieces = args.packed_tokens;
+  const int32_t heads = pieces ? args.kv_heads : args.batch * args.kv_heads, rows = pieces ? args.batch : num_row_tiles(args);
+  if (index >= heads * rows) return false;
+  const int32_t first = small_quotient(index, args.plan.deal_heads * rows) * args.plan.deal_heads;
+  const int32_t together = min32(args.plan.deal_heads, heads - first), rest = index - first * rows;
   const int32_t row = small_quotient(rest, together), head = first + rest - row * together;
-  unit.index = small_quotient(head, args.kv_heads);
-  unit.head = head - unit.index * args.kv_heads;
-  unit.row_tile = row_tiles - 1 - row;
+  unit.index = pieces ? rows - 1 - row : small_quotient(head, args.kv_heads);
+  unit.head = pieces ? head : head - unit.index * args.kv_heads;
+  unit.row_tile = pieces ? 0 : rows - 1 - row;
   unit.request = request_of(args, unit.index);
   unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
   return true;
 }
 
-// Whether whole units are done sooner than ranges, by an estimate. All requests have all keys of the cache. Ranges go over all heads
-// at once: where these do not fit in the L2 cache, keys come from memory again and again, and the tiles of units are as many more.
+constexpr int32_t kUnit = 3, kCut = 9;        // begin and end of a unit; a merge and finding a range: in tiles, measured
+constexpr int64_t kTogetherBytes = 24 << 20;  // of keys and values that are read at about the same time: half of the L2 cache
+
+// How many heads with so many keys are that.
+LEANFLEET_HD int32_t heads_together(const Args& args, int32_t keys, int32_t heads) {
+  const int64_t most = kTogetherBytes / (2 * static_cast<int64_t>(args.key_width + args.value_width) * max32(keys, 1));
+  return most < 1 ? 1 : most < heads ? static_cast<int32_t>(most) : heads;
+}
+
+// Whether CTAs that take `longest` tiles at most with whole units are done sooner than with ranges of `even` tiles, by an estimate.
+// Ranges go over all heads at once: where these are more than can be read together, keys come from memory again and again.
+LEANFLEET_HD bool is_sooner(int64_t longest, int64_t even, int32_t heads, int32_t together) {
+  const int64_t cuts = even / 25, misses = heads > 2 * together ? even / 10 : 0;  // measured
+  return longest < even + cuts + misses + kUnit + kCut;
+}
+
+// Whether whole units are done sooner than ranges. All requests have all keys of the cache.
 LEANFLEET_HD bool is_better_dealt(const Args& args) {
-  constexpr int32_t kRowTiles = 32;       // that are looked at
-  constexpr int32_t kUnit = 3, kCut = 9;  // begin and end of a unit; a merge and finding a range: in tiles, measured
-  constexpr int32_t kBeyondCache = 10;    // of so many tiles of a range one more
+  constexpr int32_t kRowTiles = 32;  // that are looked at
   const int32_t ctas = args.plan.max_ranges, row_tiles = num_row_tiles(args);
   const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * row_tiles;
   if (units >= 1 << 20) return false;
@@ -446,17 +461,21 @@ LEANFLEET_HD bool is_better_dealt(const Args& args) {
   }
   const int64_t rounds = (units + ctas - 1) / ctas * cost(0);
   if (longest > rounds) longest = rounds;
-  const bool beyond = args.batch * args.kv_heads > 2 * args.plan.deal_heads;
-  return longest < even + even / 25 + (beyond ? even / kBeyondCache : 0) + kUnit + kCut;  // 25: what cuts take of long prompts
+  return is_sooner(longest, even, args.batch * args.kv_heads, args.plan.deal_heads);
 }
 
-// Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known. args.plan is not read.
+// Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known. args.plan is not read. Of packed tokens that
+// leaves the choice to the device, which knows their lengths, where there are units enough.
 LEANFLEET_HD void choose_dealing(const Args& args, Plan& plan) {
-  constexpr int64_t kBytes = 24 << 20;  // of keys and values that are read at about the same time: half of the L2 cache
+  if (args.packed_tokens) {
+    const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads;
+    const bool may = num_row_tiles(args, plan.row_tile) == 1 && units >= 2 * plan.max_ranges && units < 1 << 20;
+    plan.deal_history = may ? 0 : -1;
+    return;
+  }
   const bool known = args.seq_lens == nullptr && args.cache_kind != kRagged;  // how many keys there are
   const int32_t keys = known ? args.capacity : args.tokens, all_heads = args.batch * args.kv_heads;
-  const int64_t heads = kBytes / (2 * static_cast<int64_t>(args.key_width + args.value_width) * max32(keys, 1));
-  plan.deal_heads = heads < 1 ? 1 : static_cast<int32_t>(heads < all_heads ? heads : all_heads);
+  plan.deal_heads = heads_together(args, keys, all_heads);
   plan.deal_history = -1;
   Args all = args;
   all.seq_lens = all.query_lens = nullptr;

@@ -209,7 +209,7 @@ void check_schedule(const Args& open) {
   }
 }
 
-// Every unit has one place in the order of dealing; that of all heads together is by falling size.
+// Every unit has one place in the order of dealing; that of all heads together is by falling size, unless it is of pieces.
 void check_dealing(const Args& args) {
   const int row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
   std::vector<int> places(units, 0);
@@ -221,7 +221,7 @@ void check_dealing(const Args& args) {
     const Span tiles = unit_tiles(args, request_of(args, unit.index), unit.row_tile);
     require(unit.tiles.begin == tiles.begin && unit.tiles.end == tiles.end, "other tiles than the unit's", args);
     require(places[(unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile]++ == 0, "a unit has two places", args);
-    const bool equal = args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
+    const bool equal = !args.packed_tokens && args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
     if (args.plan.deal_heads < args.batch * args.kv_heads || !equal || args.window > 0 || args.tokens > args.capacity) continue;
     require(tiles.end - tiles.begin <= before, "units do not fall in size", args);
     before = tiles.end - tiles.begin;
@@ -254,6 +254,7 @@ void check_choice() {
   expect(dealt_history(2, 2, 3, 235, 4096, false) >= 0, "a prompt at the front of a cache is cut");
   expect(dealt_history(2, 2, 3, 235, 1 << 20, false) < 1 << 16, "few units of long histories are dealt");
   expect(dealt_history(1, 2, 3, 235, 100, true) == -1, "more tokens than keys are dealt");
+  expect(dealt_history(1, 8, 4, 2048, 16384, true) > 0, "ranges of more keys than the L2 cache holds are cut");
 }
 
 // The tiles of every unit hold exactly the keys that its rows see.
@@ -382,8 +383,10 @@ int main() {
     for (int i = 0; i < args.batch; ++i) pieces.push_back(piece(args, i));
     args.pieces = pieces.data();
     args.plan = {pick(16, 64, 128), args.group * args.tokens, pick(0, 1, 5), pick(1, 7, 132), pick(1, 2), 0, false};
+    args.plan.deal_heads = pick(1, 2, args.kv_heads);
     check_pieces(args, offsets);
     check_schedule(args);
+    check_dealing(args);
     check_tiles(args);
     ++schedules;
   }
