@@ -22,6 +22,7 @@ from leanfleet.export.fusions.fuse_rotated_halves import fuse_rotated_halves
 from leanfleet.export.fusions.graph import MICROSOFT, set_function
 from leanfleet.export.fusions.merge_splits import merge_splits
 from leanfleet.export.fusions.narrow_norms import narrow_norms
+from leanfleet.export.fusions.nest_splits import nest_splits
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.plain_softplus import plain_softplus
@@ -51,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     drop_transposes,  # with the rotary encodings that stay outside
     attend_packed,
     pack_heads,  # attention of tokens first, after drop_transposes and attend_packed
+    nest_splits,  # which side_by_side would not know
 )
 
 

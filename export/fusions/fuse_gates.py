@@ -8,6 +8,7 @@ from leanfleet.export.fusions.graph import (
     MICROSOFT,
     Op,
     adder,
+    column_sizes,
     constant,
     named,
     narrow,
@@ -26,9 +27,7 @@ def _halves(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, int] 
     x = split.inputs[0]
     if x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int) or x.shape[2] % 2 != 0:
         return None
-    sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else None
-    equal = len(split.inputs) == 1 if sizes is None else sizes.tolist() == [x.shape[2] // 2] * 2
-    if not equal or split.attributes.get_int("axis", 0) not in (-1, 2):
+    if column_sizes(split) != [x.shape[2] // 2] * 2:
         return None
     return x, split.outputs[0], split.outputs[1], x.shape[2] // 2
 

@@ -123,6 +123,23 @@ def columns(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     return x, begin, end
 
 
+def column_sizes(split: ir.Node | None) -> list[int] | None:
+    """The sizes of the parts that a Split makes of the last axis, where they are known; else None."""
+    x = split.inputs[0] if split is not None else None
+    if split is None or x is None or x.shape is None or "split" in split.attributes:  # of opsets below 13
+        return None
+    if split.attributes.get_int("axis", 0) not in (-1, len(x.shape) - 1):
+        return None
+    if len(split.inputs) > 1 and split.inputs[1] is not None:
+        sizes = constant(split.inputs[1])
+        return None if sizes is None else [int(n) for n in sizes]
+    count, width = len(split.outputs), x.shape[-1]
+    if not isinstance(width, int):
+        return None
+    each = -(-width // count)  # the last one may be smaller
+    return [each] * (count - 1) + [width - each * (count - 1)]
+
+
 def swaps_heads(node: ir.Node, rank: int = 4) -> bool:
     """Whether a node swaps heads and tokens of a tensor of this rank, and is no output of the graph."""
     return (

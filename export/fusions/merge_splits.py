@@ -2,23 +2,7 @@
 
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import adder, constant, producer, take_over
-
-
-def _parts(split: ir.Node | None) -> list[int] | None:
-    """The sizes of a Split along the last axis, where they are known; else None."""
-    if split is None or split.inputs[0] is None or split.inputs[0].shape is None:
-        return None
-    shape = split.inputs[0].shape
-    if "split" in split.attributes:  # of opsets below 13
-        return None
-    if split.attributes.get_int("axis", 0) not in (-1, len(shape) - 1):
-        return None
-    sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else None
-    if sizes is not None:
-        return [int(n) for n in sizes]
-    count, width = len(split.outputs), shape[-1]
-    return [width // count] * count if len(split.inputs) == 1 and isinstance(width, int) and width % count == 0 else None
+from leanfleet.export.fusions.graph import adder, column_sizes, producer, take_over
 
 
 def _read_once_by(value: ir.Value, node: ir.Node) -> bool:
@@ -38,7 +22,7 @@ def _resplit(graph: ir.Graph, split: ir.Node, parts: list[tuple[ir.Value, int]])
 def _joined(graph: ir.Graph, concat: ir.Node) -> bool:
     """Whether a Concat was of neighbouring parts of a Split, which are one part now."""
     split = producer(concat.inputs[0], "Split")
-    sizes = _parts(split)
+    sizes = column_sizes(split)
     if split is None or sizes is None or len(concat.inputs) < 2:
         return False
     first, count = list(split.outputs).index(concat.inputs[0]), len(concat.inputs)
@@ -63,8 +47,8 @@ def _joined(graph: ir.Graph, concat: ir.Node) -> bool:
 
 def _flattened(graph: ir.Graph, inner: ir.Node) -> bool:
     """Whether a Split was of a part of another, which has its parts now."""
-    outer, sizes = producer(inner.inputs[0], "Split"), _parts(inner)
-    before = _parts(outer)
+    outer, sizes = producer(inner.inputs[0], "Split"), column_sizes(inner)
+    before = column_sizes(outer)
     if outer is None or sizes is None or before is None or not _read_once_by(inner.inputs[0], inner):
         return False
     if len(outer.inputs[0].shape) != len(inner.inputs[0].shape):

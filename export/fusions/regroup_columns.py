@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import adder, constant, named, new_initializer, producer, read_by, take_over
+from leanfleet.export.fusions.graph import adder, column_sizes, constant, named, new_initializer, producer, read_by, take_over
 
 
 def _columns_of_heads(split: ir.Node) -> tuple[ir.Node, np.ndarray, int, list[int]] | None:
@@ -13,24 +13,20 @@ def _columns_of_heads(split: ir.Node) -> tuple[ir.Node, np.ndarray, int, list[in
     reshape = producer(heads, "Reshape")
     product = producer(reshape.inputs[0], "MatMul") if reshape else None
     matrix = constant(product.inputs[1]) if product else None
-    if matrix is None or "split" in split.attributes or matrix.ndim != 2 or heads.shape is None or len(heads.shape) != 4:
+    if matrix is None or matrix.ndim != 2 or heads.shape is None or len(heads.shape) != 4:
         return None
     flat, (H, G) = product.outputs[0], heads.shape[2:]
     if not isinstance(H, int) or not isinstance(G, int) or H < 2 or matrix.shape[1] != H * G:
         return None
-    count = len(split.outputs)
-    sizes = constant(split.inputs[1]) if len(split.inputs) > 1 else np.full(count, G // count)
-    if sizes is None or int(sizes.sum()) != G:
-        return None
-    tokens = heads.shape[:2]
-    if split.attributes.get_int("axis", 0) not in (-1, 3) or flat.shape is None or not named(tokens):
+    sizes, tokens = column_sizes(split), heads.shape[:2]
+    if sizes is None or sum(sizes) != G or flat.shape is None or not named(tokens):
         return None
     if list(flat.shape[:2]) != list(tokens):
         return None
     alone = read_by(flat, reshape) and read_by(heads, split)
     if not alone or len(flat.shape) != 3 or any(output.is_graph_output() for output in split.outputs):
         return None
-    return product, matrix, H, [int(n) for n in sizes]
+    return product, matrix, H, sizes
 
 
 def _skip_reshapes(graph: ir.Graph, heads: ir.Value, flat: ir.Value) -> None:

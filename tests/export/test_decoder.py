@@ -23,6 +23,7 @@ from leanfleet.ort_ops import make_session
 from leanfleet.ort_ops.generation import Statistics, generate, load_decoder, stream
 from support.cpu_time import rest_slow
 from support.decoders import FAMILIES, SIZES, make, prompts
+from support.splits import splits_by_tables
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_without_the_library_the_bodies_give_the_same(exported):
     assert generate(load_decoder(folder, library=False), asked, 5)[0] == [greedy(model, p, 5) for p in asked]
 
 
-def test_graph(exported):
+def test_graph(exported, tmp_path):
     pytorch, folder = exported
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model)
@@ -81,6 +82,7 @@ def test_graph(exported):
     shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input}
     assert shapes["input_ids"] == ["batch", "tokens"] and shapes["past_key_values.1.value"] == ["batch", 2, "capacity", 16]
     assert json.loads((folder / "leanfleet.json").read_text())["stop_tokens"] == [2]
+    assert splits_by_tables(folder / "model.onnx", tmp_path) == []
 
 
 @pytest.fixture(scope="module")

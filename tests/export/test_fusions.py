@@ -1,5 +1,6 @@
 """The rewrites of an exported decoder's graph compute what they replace, and reach the kernels that they are for."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -8,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet.export import causal_linear_decay, export, export_decoder, fusions, lean_attention
@@ -15,6 +17,7 @@ from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
 from leanfleet.trt_plugins import prepare
 from support.cpu_time import rest_slow
+from support.splits import sizes_of, splits_by_tables
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
 
@@ -443,6 +446,7 @@ def test_each_pass_reports_how_often_it_applied():
         "drop_transposes": 1,
         "attend_packed": 0,
         "pack_heads": 1,
+        "nest_splits": 0,
     }
 
 
@@ -596,7 +600,8 @@ def test_what_stands_around_recurrent_layers(dtype, gate_of_heads):
     torch.manual_seed(7)
     module, x = Mamba(gate_of_heads).eval().to(dtype), torch.randn(2, 5, HIDDEN).to(dtype)
     found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization", 3)
-    assert [found.count(n) for n in ("Split", "MatMul", "GatedActivation", "Softplus")] == [1, 2, 1, 1]
+    # One Split of four parts, nested.
+    assert [found.count(n) for n in ("Split", "MatMul", "GatedActivation", "Softplus")] == [2, 2, 1, 1]
     assert not {"Where", "Greater", "Clip", "Sigmoid"} & {*found}
     assert found.count("SkipSimplifiedLayerNormalization") == 1 and found.count("Mul") == 1  # the one by steps
 
@@ -655,6 +660,107 @@ def test_parts_that_stay_apart():
         assert counts_of(Parts(order, more), x)[0]["merge_splits"] == 0, order
 
 
+def split_model(sizes, given="constant", unread=(), axis=-1, width=None):
+    """A Split whose parts are outputs of the graph or read by a node in turns, but for the `unread` ones. given: how it has its
+    sizes."""
+    tensor = numpy_helper.from_array(np.array(sizes), "sizes")
+    shape = ["batch", "tokens", width or sum(sizes)] if axis == -1 else [sum(sizes), "tokens", 4]
+    inputs, initializers, nodes, names = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)], [], [], []
+    if given == "constant":
+        nodes.append(helper.make_node("Constant", [], ["sizes"], value=tensor))
+    elif given == "initializer":
+        initializers.append(tensor)
+    elif given == "input":
+        inputs.append(helper.make_tensor_value_info("sizes", TensorProto.INT64, [len(sizes)]))
+    options = {"num_outputs": len(sizes)} if given == "num_outputs" else {}
+    parts = [f"part{i}" for i in range(len(sizes))]
+    nodes.append(helper.make_node("Split", ["x"] if options else ["x", "sizes"], parts, axis=axis, **options))
+    for i, part in enumerate(parts):
+        if i not in unread:
+            names.append(part if i % 2 else f"negative{i}")
+            nodes += [] if i % 2 else [helper.make_node("Neg", [part], names[-1:])]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["a", "b", "c"]) for name in names]
+    graph = helper.make_graph(nodes, "split", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def nested(before, folder):
+    """(how often the pass applied, sizes of the Splits that it leaves), once they give the same and need no tables."""
+    model = ir.from_proto(before)
+    count = fusions.nest_splits(model)
+    after = ir.to_proto(model)
+    assert [o.name for o in after.graph.output] == [o.name for o in before.graph.output]
+    assert splits_by_tables(after, folder) == []
+    x = torch.randn(2, 3, before.graph.input[0].type.tensor_type.shape.dim[2].dim_value)
+    for found, expected in zip(results(after, values=(x,)), results(before, values=(x,)), strict=True):
+        assert np.array_equal(found, expected)
+    return count, [sizes_of(node) for node in model.graph if node.op_type == "Split"]
+
+
+@pytest.mark.parametrize("given", ["constant", "initializer"])
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ((6, 18), [[6, 18, 0]]),
+        ((224, 4, 4, 96), [[224, 8, 96], [4, 4]]),
+        ((3072, 3584, 48, 1024, 256, 256), [[3072, 3584, 1584], [48, 1024, 512], [256, 256]]),
+        ((6, 6, 12, 12), [[12, 12, 12], [6, 6]]),
+        ((8, 8, 8, 3, 5), [[8, 8, 8, 8], [3, 5, 0]]),
+        ((2, 1, 1, 1, 1), [[2, 1, 3], [1, 1, 1]]),
+        ((1,) * 33, [[1, 1, 31], [1] * 31]),
+        ((5, 6, 7), None),
+        ((6, 6), None),
+        ((1,) * 32, None),
+    ],
+    ids=str,
+)
+def test_splits_are_nested(sizes, expected, given, tmp_path):
+    assert nested(split_model(sizes, given), tmp_path) == ((0, [[*sizes]]) if expected is None else (1, expected))
+
+
+def test_splits_of_a_number_of_parts(tmp_path):
+    """Of which the last one may be smaller."""
+    assert nested(split_model((3, 3, 3, 1), "num_outputs"), tmp_path) == (1, [[3, 3, 4], [3, 1, 0]])
+    assert nested(split_model((3, 3, 3, 3), "num_outputs"), tmp_path) == (0, [[3, 3, 3, 3]])
+
+
+def test_parts_that_nobody_reads(tmp_path):
+    """Neighbours of them are one part."""
+    assert nested(split_model((5, 1, 2, 3), unread=(1, 2)), tmp_path) == (1, [[5, 3, 3]])
+    assert nested(split_model((5, 1, 2, 3), unread=(2, 3)), tmp_path) == (1, [[5, 1, 5]])
+    assert nested(split_model((5, 1, 2, 3, 4), unread=(0, 2)), tmp_path) == (1, [[5, 6, 4], [1, 2, 3]])
+
+
+def test_splits_of_which_too_little_is_known_stay():
+    for model in (
+        split_model((1, 2, 3, 4), "input"),
+        split_model((1, 2, 3, 4), "num_outputs", width="columns"),
+        split_model((1, 2, 3, 4), axis=0),
+        split_model((1, 0, 3, 4)),
+    ):
+        assert fusions.nest_splits(ir.from_proto(model)) == 0
+
+
+def fewest(sizes):
+    """The columns that the best nesting copies again, of all: in each step all ways to cut neighbours into groups."""
+    if len(sizes) < 4 or len(set(sizes)) == 1:
+        return 0
+    ways = []
+    for cuts in (c for n in range(1, len(sizes)) for c in itertools.combinations(range(1, len(sizes)), n)):
+        groups = [sizes[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
+        if len(groups) <= 3 or len({sum(group) for group in groups}) == 1:
+            ways.append(sum(sum(group) + fewest(group) for group in groups if len(group) > 1))
+    return min(ways)
+
+
+def test_fewest_columns_are_copied_again(tmp_path):
+    draw = np.random.default_rng(3)
+    for count in (4, 4, 5, 5, 6, 6, 7):
+        sizes = tuple(int(n) for n in draw.integers(1, 7, count))
+        _, found = nested(split_model(sizes), tmp_path)
+        assert sum(map(sum, found)) - sum(sizes) == fewest(sizes), sizes
+
+
 def test_norms_in_bfloat16_keep_a_weight_that_does_not_fit():
     """1 + w has too few bits left of w; a weight that is one of bfloat16 already has all."""
 
@@ -694,7 +800,8 @@ def test_columns_of_heads_are_sorted_by_parts(joined):
     torch.manual_seed(8)
     x, module = torch.randn(2, 5, HIDDEN), HeadByHead(joined)
     counts, model = counts_of(module, x)
-    assert (counts["regroup_columns"], counts["merge_splits"], kinds(model).count("Split")) == (1, joined, 1)
+    assert (counts["regroup_columns"], counts["merge_splits"], counts["nest_splits"]) == (1, joined, 1)
+    assert kinds(model).count("Split") == (1 if joined else 2)
     for found, expected in zip(results(model, values=(x,)), module(x), strict=True):
         torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-6)
 

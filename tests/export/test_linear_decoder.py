@@ -12,7 +12,7 @@ from leanfleet.export.reference import causal_linear_decay as decay_reference
 from leanfleet.ort_ops.generation import generate, load_decoder
 from support.cpu_time import slow_if
 from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
-
+from support.splits import splits_by_tables
 
 QUICK = ["normalized", "minimax", "qwen3.5"]
 
@@ -159,7 +159,7 @@ def test_states_are_updated_in_place(exported):
             assert np.abs(value.numpy()).max() > 0
 
 
-def test_graph(exported):
+def test_graph(exported, tmp_path):
     _, _, _, _, folder = exported
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model)
@@ -187,6 +187,7 @@ def test_graph(exported):
         assert names[states[0]][:2] == ["batch", 6]
     assert not [n for n in model.graph.node if n.op_type in ("Loop", "Scan", "If")]
     # Of parts of unequal sizes ONNX Runtime's CUDA provider copies a table from the host in each run, which graphs do not take.
+    assert splits_by_tables(folder / "model.onnx", tmp_path) == []
     shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.value_info}
     parts = [[shapes.get(i, []) for i in n.input] for n in model.graph.node if n.op_type == "Concat"]
     assert all(len({shape[-1] for shape in each}) == 1 for each in parts if all(len(shape) > 2 for shape in each)), parts
