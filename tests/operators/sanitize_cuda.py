@@ -12,7 +12,7 @@ import random
 import torch
 
 from support import quantised_cases, sampling_cases
-from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case
+from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_prompts, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 
 
@@ -84,6 +84,7 @@ def draw_sampling(random):
 # By name: the operator, the draw, and the attribute with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
+    "prompts": ("LeanAttention", draw_packed_prompts, "append"),
     "quantised": ("LeanAttention", draw_quantised, "append"),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
 }

@@ -18,6 +18,7 @@ from support.attention_cases import (
     NAN,
     VARIANTS,
     assert_one_rounding,
+    draw_packed_prompts,
     draw_packed_tokens,
     int32,
     make_case,
@@ -348,6 +349,13 @@ def test_packed_new_tokens(seed):
         inputs, attrs, words = draw_packed_tokens(source, (8, 48, 64, 64, 128, 128, 192, 256))
         print(words)
         check(inputs, attrs, in_place=bool(attrs["append"]) and source.random() < 0.5, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_prompts_dealt_out_whole(seed):
+    inputs, attrs, words = draw_packed_prompts(random.Random(seed))
+    print(words)
+    check(inputs, attrs, in_place=bool(attrs["append"]))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

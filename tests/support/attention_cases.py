@@ -242,3 +242,32 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
     inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 1, 5, 150)))
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+def draw_packed_prompts(source, widths=(64, 64, 128, 128, 192, 256)):
+    """The same of prompts in 16 bits, of so many pieces that CUDA deals them out whole, on 132 SMs; few requests have one token."""
+    Hkv, group, D = source.choice((8, 16)), source.choice((1, 2, 4)), source.choice(widths)
+    tokens = (192 if D == 64 else 128) // group  # of a piece
+    counts = []
+    while Hkv * sum(-(-n // tokens) for n in counts) < 300:
+        counts.append(source.choice((1, source.randint(2, 200), source.randint(200, 1500), source.randint(200, 1500))))
+    causal = source.random() < 0.8
+    facts = dict(
+        variant=source.choice(VARIANTS),
+        dtype=source.choice((torch.float16, torch.bfloat16)),
+        lens=[n + source.choice((0, 0, 64, 900)) for n in counts],
+        query_lens=counts,
+        Nq=max(counts),
+        H=Hkv * group,
+        Hkv=Hkv,
+        D=D,
+        Dv=D,
+        layout=source.choice(("bhnd", "bnhd")),
+        append=source.random() < 0.5,
+        causal=int(causal),
+        window=source.choice((-1, -1, 200)) if causal else -1,
+        softcap=source.choice((0.0, 0.0, 5.0)),
+        rotary=source.choice((0, D // 2)),
+    )
+    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 150)))
+    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
