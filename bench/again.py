@@ -117,6 +117,7 @@ LEFT = {
     "train_parity_h200": "an hour of training: models.train_parity train",
     "train_parity_onnxruntime_h200": "needs the checkpoint of that training: models.train_parity validate",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
+    "vllm_h100": "the same",
 }
 
 

@@ -79,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),
     "sample_tokens_h200": of("sample_tokens_h200", lambda r: sample_tokens.table(r["rows"])),
     "vllm_h200": of("vllm_h200", vllm.text),
+    "vllm_h100": of("vllm_h100", vllm.text),
     "whole_models_h200": lambda: plot_end_to_end.text(pictures.whole_models()),
 }
 

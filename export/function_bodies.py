@@ -1193,6 +1193,10 @@ def _silu(ops, x):
 def _gated_activation(ops, x, a, ranks):
     pair = (x.gate_up, x.up) if x.up is not None else (ops.Gather(x.gate_up, i, axis=2) for i in (0, 1))
     gate, up = map(ops.float, pair)
+    if x.skip is not None:
+        heads = ops.Concat([0, 0], ops.Shape(x.skip_scale), [-1], axis=0)
+        part = ops.Mul(ops.Reshape(ops.float(x.skip), heads), ops.Unsqueeze(x.skip_scale, [-1]))
+        up = ops.Add(up, ops.Reshape(part, ops.Shape(up)))
     if a.activation == "silu":
         active = _silu(ops, gate)
     elif a.activation == "relu":

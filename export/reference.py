@@ -1629,10 +1629,17 @@ def _counted(token_counts, rows, tokens):
 
 
 def gated_activation(
-    gate_up: torch.Tensor, up: torch.Tensor | None = None, *, activation: str = "silu", compute_dtype: torch.dtype | None = None
+    gate_up: torch.Tensor,
+    up: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    skip_scale: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor]:
     """activation(gate) * up of gate_up T [B,N,2,F], the gate first: (output T [B,N,F],). Or of gate_up T [B,N,F], the gate
-    alone, and up T [B,N,F].
+    alone, and up T [B,N,F]; with skip T [B,N,F] and skip_scale float32 [H] of up + skip_scale * skip, each head's F/H columns
+    times its scale.
 
     activation: "silu", "gelu", "gelu_tanh" or "relu". Computed in float32, in float64 for float64 inputs, and rounded once.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 5. Raises ValueError for another shape or activation.
@@ -1644,10 +1651,17 @@ def gated_activation(
         (output,) = reference.gated_activation(torch.randn(1, 3, 2, 4), activation="gelu")
         print(output.shape)  # torch.Size([1, 3, 4])
     """
-    match, _, compute, _ = _begin("GatedActivation", "bhnd", gate_up, compute_dtype)
+    match, dims, compute, _ = _begin("GatedActivation", "bhnd", gate_up, compute_dtype)
     match("gate_up", gate_up, "T", "B N 2 F" if up is None else "B N F")
     if up is not None:
         match("up", up, "T", "B N F")
+    for one, other in (("skip", "skip_scale"), ("skip_scale", "skip")):
+        alone = {"skip": skip, "skip_scale": skip_scale}
+        _check(
+            alone[one] is None or alone[other] is not None,
+            f"GatedActivation: {other} is missing, {one} is given; give both or neither",
+        )
+    _check(skip is None or up is not None, "GatedActivation: skip needs up")
     activations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
@@ -1658,7 +1672,15 @@ def gated_activation(
         activation in activations, f"GatedActivation: activation is {activation!r}; expected one of {', '.join(activations)}"
     )
     gate, values = gate_up.unbind(2) if up is None else (gate_up, up)
-    return ((activations[activation](gate.to(compute)) * values.to(compute)).to(gate_up.dtype),)
+    values = values.to(compute)
+    if skip is not None and skip_scale is not None:
+        match("skip", skip, "T", "B N F")
+        match("skip_scale", skip_scale, "F", "H")
+        F, H = dims["F"], dims["H"]
+        _check(H > 0 and F % H == 0, f"GatedActivation: F = {F} is not a multiple of H = {H}")
+        scales = skip_scale.to(compute).repeat_interleave(F // H)
+        values = values + scales * skip.to(compute)
+    return ((activations[activation](gate.to(compute)) * values).to(gate_up.dtype),)
 
 
 # Collectives and MergeAttention

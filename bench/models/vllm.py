@@ -3,10 +3,12 @@
     python -m bench.models.serving export DIR --shape llama-3.2-1b --dtype float16 --weightless --ways continuous
     python -m bench.models.vllm ours DIR OURS.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
-    python -m bench.models.vllm table OURS.json VLLM.json OUT
+    python -m bench.models.vllm table OUT --ours OURS.json ... --vllm VLLM.json ...
 
-`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md. ratio above 1 means
-that ours is faster. Weights are random on both sides (vLLM's load_format="dummy"), answers end at their length.
+`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md, of the same models in
+the same order on both sides. ratio above 1 means that ours is faster. Weights are random on both sides (vLLM's
+load_format="dummy"), answers end at their length. Files are written after each line, so that a run that is stopped leaves what
+it has; a table has the lines that both sides have.
 
 --kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
 
@@ -65,10 +67,18 @@ class Ours:
         """Room for so many requests of so many tokens each."""
         from leanfleet.ort_ops.serving import ContinuousBatch
 
-        self.batch = None
-        gc.collect()
         pages = running * -(-tokens // BLOCK)
-        self.batch = ContinuousBatch(self.folder, pages, running, max(step_tokens, running), cuda_graph=True, share=False)
+        self.batch = None
+        while self.batch is None:
+            gc.collect()
+            try:
+                self.batch = ContinuousBatch(
+                    self.folder, pages, running, max(step_tokens, running), cuda_graph=True, share=False
+                )
+            except RuntimeError as error:  # requests wait for pages where not all fit at once
+                if "Failed to allocate" not in str(error) or pages <= -(-tokens // BLOCK):
+                    raise
+                pages //= 2
 
     def run(self, prompts, answers):
         for prompt, count in zip(prompts, answers, strict=True):
@@ -175,69 +185,81 @@ def profiled(engine, place, prompts):
 
 def timings(engine, model, lines, serving):
     """Rows of the lines, and one of serving."""
-    draw, vocabulary, rows = np.random.default_rng(0), config_of(model).vocab_size, []
+    draw, vocabulary = np.random.default_rng(0), config_of(model).vocab_size
     for batch, context, section in lines:
         engine.open(batch, context + STEPS + 1, MOST_TOKENS)
         prompts = [draw.integers(0, vocabulary, context).tolist() for _ in range(batch)]
         first, whole = (timed(engine, prompts, [count] * batch) for count in (1, 1 + STEPS))
         place = {"model": model, "batch": batch, "context": context, "section": section}
-        rows.append({"kind": "step", **place, "value": 1e3 * (whole - first) / STEPS})
-        rows.append({"kind": "prompt", **place, "value": 1e3 * first})
-        print(f"{batch} x {context}: {rows[-2]['value']:.3f} ms a step, {rows[-1]['value']:.1f} ms prompts", flush=True)
-    if not serving:
-        return rows
-    work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], vocabulary)
-    engine.open(SERVING["running"], max(len(p) + a for p, a in work), SERVING["step_tokens"])
-    seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
-    rate = sum(a for _, a in work) / seconds
-    place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
-    rows.append({"kind": "serving", **place, "value": rate})
-    print(f"serving: {rate:.0f} tokens a second", flush=True)
-    return rows
+        step, prompt = 1e3 * (whole - first) / STEPS, 1e3 * first
+        print(f"{batch} x {context}: {step:.3f} ms a step, {prompt:.1f} ms prompts", flush=True)
+        yield {"kind": "step", **place, "value": step}
+        yield {"kind": "prompt", **place, "value": prompt}
+    if serving:
+        work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], vocabulary)
+        engine.open(SERVING["running"], max(len(p) + a for p, a in work), SERVING["step_tokens"])
+        seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
+        rate = sum(a for _, a in work) / seconds
+        place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
+        print(f"serving: {rate:.0f} tokens a second", flush=True)
+        yield {"kind": "serving", **place, "value": rate}
 
 
 def traced(engine, model):
     """Rows of the kernels of PROFILED."""
-    draw, rows = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as engine.traces:
         for batch, context in PROFILED:
             engine.open(batch, context + STEPS + 1, MOST_TOKENS)
             prompts = [draw.integers(0, config_of(model).vocab_size, context).tolist() for _ in range(batch)]
-            rows += profiled(engine, {"model": model, "batch": batch, "context": context}, prompts)
-            print(
-                f"{batch} x {context}: kernels of {rows[-2]['ms']:.1f} ms of prompts, {rows[-1]['ms']:.3f} ms of a step",
-                flush=True,
-            )
-    return rows
+            for row in profiled(engine, {"model": model, "batch": batch, "context": context}, prompts):
+                print(f"{batch} x {context}: kernels of {row['ms']:.3f} ms of a {row['kind']}", flush=True)
+                yield row
 
 
 def measure(arguments):
-    model = json.loads((arguments.folder / "bench.json").read_text())["model"]
-    engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
-    if arguments.kernels:
-        rows = {"kernels": traced(engine, model)}
-    else:
-        rows = {"rows": timings(engine, model, shapes(arguments.seed, arguments.drawn), not arguments.no_serving)}
     import torch
 
-    result = {"seed": f"{arguments.seed:x}", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
-    arguments.out.write_text(json.dumps({**result, **engine.versions(), **rows}, indent=1) + "\n")
+    model = json.loads((arguments.folder / "bench.json").read_text())["model"]
+    engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
+    name = "kernels" if arguments.kernels else "rows"
+    lines = shapes(arguments.seed, arguments.drawn)
+    rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, not arguments.no_serving)
+    result = {
+        "seed": f"{arguments.seed:x}",
+        "device": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        **engine.versions(),
+        name: [],
+    }
+    for row in rows:
+        result[name].append(row)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compared(ours, theirs):
+    """Lines of the table from both sides' results for one model."""
+    if ours["device"] != theirs["device"]:
+        raise SystemExit(f"one side ran on {ours['device']}, the other on {theirs['device']}")
+    places = ("kind", "model", "batch", "context", "section")
+    values = {tuple(row[k] for k in places): row["value"] for row in theirs.get("rows", ())}
+    for row in ours.get("rows", ()):
+        place = {k: row[k] for k in places}
+        if (their := values.get(tuple(place.values()))) is not None:
+            ratio = row["value"] / their if row["kind"] == "serving" else their / row["value"]
+            yield {**place, "ours": row["value"], "vllm": their, "ratio": ratio}
 
 
 def table(arguments):
-    ours, theirs = (json.loads(path.read_text()) for path in (arguments.ours, arguments.theirs))
-    lines, facts = [], {k: v for side in (ours, theirs) for k, v in side.items() if k not in ("rows", "kernels")}
-    for a, b in zip(ours.get("rows", ()), theirs.get("rows", ()), strict=True):
-        place = {k: a[k] for k in ("kind", "model", "batch", "context", "section")}
-        if place != {k: b[k] for k in place} or ours["device"] != theirs["device"]:
-            raise SystemExit(f"{arguments.ours} and {arguments.theirs} are not of the same lines and device: {place}")
-        ratio = a["value"] / b["value"] if a["kind"] == "serving" else b["value"] / a["value"]
-        lines.append({**place, "ours": a["value"], "vllm": b["value"], "ratio": ratio})
+    ours, theirs = ([json.loads(path.read_text()) for path in paths] for paths in (arguments.ours, arguments.vllm))
+    facts = {k: v for side in (*reversed(theirs), *reversed(ours)) for k, v in side.items() if k not in ("rows", "kernels")}
+    lines = [line for pair in zip(ours, theirs, strict=True) for line in compared(*pair)]
     means = {
         kind: statistics.geometric_mean(line["ratio"] for line in lines if line["kind"] == kind)
         for kind in dict.fromkeys(line["kind"] for line in lines)
     }
-    traced = [{"side": name, **row} for name, side in (("ours", ours), ("vllm", theirs)) for row in side.get("kernels", ())]
+    sides = [("ours", side) for side in ours] + [("vllm", side) for side in theirs]
+    traced = [{"side": name, **row} for name, side in sides for row in side.get("kernels", ())]
     report = {**facts, "geometric_means": means, "lines": lines, "kernels": traced}
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(text(report))
@@ -286,8 +308,9 @@ def main():
         command.add_argument("--kernels", action="store_true", help="where two lines' time goes, in place of timings")
         command.set_defaults(run=measure, side=side)
     command = commands.add_parser("table")
-    for name in ("ours", "theirs", "out"):
-        command.add_argument(name, type=Path)
+    command.add_argument("out", type=Path)
+    for name in ("--ours", "--vllm"):
+        command.add_argument(name, type=Path, nargs="+", required=True)
     command.set_defaults(run=table)
     arguments = parser.parse_args()
     arguments.run(arguments)

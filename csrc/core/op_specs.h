@@ -292,15 +292,17 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace sample_tokens
 
 namespace gated_activation {
-enum Input { kGateUp, kUp };
+enum Input { kGateUp, kUp, kSkip, kSkipScale };
 enum Output { kOutOutput };
 enum Attr { kAttrActivation };
-enum Dim { kDimB, kDimN, kDimF };
+enum Dim { kDimB, kDimN, kDimF, kDimH };
 enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu };
 inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu"};
 inline constexpr TensorSpec kInputs[] = {
     {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"up", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"skip", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"skip_scale", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{3, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
@@ -308,9 +310,13 @@ inline constexpr TensorSpec kOutputs[] = {
 inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 4, 4, kActivationValues, nullptr, -1, nullptr},
 };
-inline constexpr const RuleSpec* kRules = nullptr;
-inline constexpr const char* kSymbols[] = {"B", "N", "F"};
-inline constexpr OpSpec kSpec = {"GatedActivation", 1, 2, 1, 1, 0, 3, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 2}, {RefKind::kSymbol, 3}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "N", "F", "H"};
+inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 1, 3, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 

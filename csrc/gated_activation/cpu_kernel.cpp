@@ -16,21 +16,36 @@ Vec activated(Vec gate) {
   return result;
 }
 
+// A head's columns of a row. skip: null where there is none.
+template <class T, Kind kind>
+void columns(const T* gate, const T* up, const T* skip, float scale, T* out, int64_t width) {
+  const auto values = [scale](const T* up, const T* skip) {
+    return skip == nullptr ? load(up) : fma(broadcast(scale), load(skip), load(up));
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    store(out + i, activated<kind>(load(gate + i)) * values(up + i, skip == nullptr ? skip : skip + i));
+  if (i == width) return;
+  T rest[4][kLanes] = {};
+  for (int64_t k = i; k < width; ++k) {
+    rest[0][k - i] = gate[k], rest[1][k - i] = up[k];
+    if (skip != nullptr) rest[2][k - i] = skip[k];
+  }
+  store(rest[3], activated<kind>(load(rest[0])) * values(rest[1], skip == nullptr ? skip : rest[2]));
+  for (int64_t k = i; k < width; ++k) out[k] = rest[3][k - i];
+}
+
 template <class T, Kind kind>
 void rows_of(const Args& args, int64_t begin, int64_t end) {
-  const int64_t width = args.width;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* const gate = static_cast<const T*>(args.gate) + row * args.pitch;
-    const T* const up = static_cast<const T*>(args.up) + row * args.pitch;
-    T* const out = static_cast<T*>(args.output) + row * width;
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) store(out + i, activated<kind>(load(gate + i)) * load(up + i));
-    if (i == width) continue;
-    T rest[3][kLanes] = {};
-    for (int64_t k = i; k < width; ++k) rest[0][k - i] = gate[k], rest[1][k - i] = up[k];
-    store(rest[2], activated<kind>(load(rest[0])) * load(rest[1]));
-    for (int64_t k = i; k < width; ++k) out[k] = rest[2][k - i];
-  }
+  const int64_t of_head = args.width / args.heads;
+  const bool skips = args.skip != nullptr;
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t head = 0; head < args.heads; ++head) {
+      const int64_t at = row * args.width + head * of_head, wide = row * args.pitch + head * of_head;
+      columns<T, kind>(static_cast<const T*>(args.gate) + wide, static_cast<const T*>(args.up) + wide,
+                       skips ? static_cast<const T*>(args.skip) + at : nullptr, skips ? args.scales[head] : 0.0f,
+                       static_cast<T*>(args.output) + at, of_head);
+    }
 }
 
 template <class T>

@@ -21,7 +21,7 @@ __device__ float activated(float gate) {
   return gate < 0.0f ? 0.0f : gate;  // NaN stays
 }
 
-// kWide: rows are whole chunks of 16 bytes on addresses that are multiples of them; else a chunk is one element.
+// kWide: heads are whole chunks of 16 bytes on addresses that are multiples of them; else a chunk is one element.
 template <class T, Kind kind, bool kWide>
 __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned blocks_of_row) {
   constexpr int kChunk = kWide ? 16 / sizeof(T) : 1;
@@ -32,20 +32,26 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
   };
   const auto at = static_cast<int64_t>(blockIdx.x % blocks_of_row * kThreads + threadIdx.x) * kChunk;
   if (at >= args.width) return;
+  const float scale = args.skip != nullptr ? args.scales[at / (args.width / args.heads)] : 0.0f;
   for (int64_t row = blockIdx.x / blocks_of_row; row < args.rows; row += gridDim.x / blocks_of_row) {
     const T* const gate = static_cast<const T*>(args.gate) + row * args.pitch + at;
     const T* const up = static_cast<const T*>(args.up) + row * args.pitch + at;
+    const T* const skip = static_cast<const T*>(args.skip) + row * args.width + at;
     T* const out = static_cast<T*>(args.output) + row * args.width + at;
+    const auto value = [&](T up, T skip) {
+      return args.skip != nullptr ? scale * static_cast<float>(skip) + static_cast<float>(up) : static_cast<float>(up);
+    };
     if constexpr (kWide) {
-      Chunk a, b, c;
+      Chunk a, b, c, d;
       a.words = *reinterpret_cast<const uint4*>(gate);
       b.words = *reinterpret_cast<const uint4*>(up);
+      d.words = args.skip != nullptr ? *reinterpret_cast<const uint4*>(skip) : b.words;
 #pragma unroll
       for (int i = 0; i < kChunk; ++i)
-        c.values[i] = static_cast<T>(activated<kind>(static_cast<float>(a.values[i])) * static_cast<float>(b.values[i]));
+        c.values[i] = static_cast<T>(activated<kind>(static_cast<float>(a.values[i])) * value(b.values[i], d.values[i]));
       *reinterpret_cast<uint4*>(out) = c.words;
     } else {
-      *out = static_cast<T>(activated<kind>(static_cast<float>(*gate)) * static_cast<float>(*up));
+      *out = static_cast<T>(activated<kind>(static_cast<float>(*gate)) * value(*up, args.skip != nullptr ? *skip : *up));
     }
   }
 }
@@ -53,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
 template <class T, Kind kind>
 int launch_kind(const Args& args, cudaStream_t stream) {
   constexpr int64_t kChunk = 16 / sizeof(T);
-  bool wide = args.width % kChunk == 0;
-  for (const void* data : {args.gate, args.up, static_cast<const void*>(args.output)})
+  bool wide = args.width / args.heads % kChunk == 0;
+  for (const void* data : {args.gate, args.up, args.skip, static_cast<const void*>(args.output)})
     wide = wide && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   const int64_t chunks = wide ? args.width / kChunk : args.width, blocks_of_row = (chunks + kThreads - 1) / kThreads;
   const int64_t rows = args.rows * blocks_of_row > kMostBlocks ? kMostBlocks / blocks_of_row : args.rows;

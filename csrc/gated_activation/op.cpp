@@ -26,6 +26,12 @@ Args make_args(const Call& call) {
   args.gate = call.inputs[kGateUp].data;
   args.up = call.inputs[kUp].data;
   args.pitch = args.width;
+  args.heads = 1;
+  if (call.inputs[kSkip].present()) {
+    args.skip = call.inputs[kSkip].data;
+    args.scales = static_cast<const float*>(call.inputs[kSkipScale].data);
+    args.heads = call.dims[kDimH];
+  }
   if (!call.inputs[kUp].present()) {  // behind the gate
     const int64_t bytes = args.width * element_size(call.inputs[kGateUp].dtype);
     args.up = static_cast<const char*>(args.gate) + bytes;

@@ -119,24 +119,52 @@ def _cast(op: Op, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return found
 
 
+def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | None:
+    """([x, skip], scales [H]) where values that the reader alone has are x [B,N,H,D] plus skip [B,N,H,D] times a scale of each
+    head, seen as [B,N,HD] or as they are."""
+    total, reshape = producer(up, "Add"), producer(up, "Reshape")
+    if reshape is not None:
+        total = producer(reshape.inputs[0], "Add") if read_by(reshape.inputs[0], reshape) else None
+    if total is None or not read_by(up, reader):
+        return None
+    for x, part in (total.inputs, tuple(reversed(total.inputs))):
+        product = producer(part, "Mul")
+        if product is None or x is None or not read_by(part, total):
+            continue
+        for scale, skip in (product.inputs, tuple(reversed(product.inputs))):
+            scales = constant(scale)
+            if scales is None or skip is None or x.shape is None or skip.shape is None or len(x.shape) != 4:
+                continue
+            sizes, shape = list(x.shape), scales.shape
+            if list(skip.shape) != sizes or not named(x.shape) or not all(isinstance(n, int) for n in sizes[2:]):
+                continue
+            if scales.dtype == np.float32 and len(shape) in (2, 3, 4) and scales.size == sizes[2] == shape[-2]:
+                return [x, skip], scales.reshape(-1)
+    return None
+
+
 def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> bool:
     """In the gate's own type where the product is of it, or is rounded to it and the values were of it; else in float32, as
     before: float16 may not hold what is between. Whether it was done."""
     op, product, own = adder(graph, node), node.outputs[0], narrow(gate)
+    values, scales = _skip(up, node) or ([up], None)
     cast, *others = [use.node for use in product.uses()] or [None]
     rounds = cast is not None and not others and (cast.domain, cast.op_type, cast.graph) == ("", "Cast", node.graph)
     rounds = rounds and cast.outputs[0].dtype == own.dtype and not product.is_graph_output()
     wide, ranged = product.dtype == ir.DataType.FLOAT, own.dtype == ir.DataType.BFLOAT16
-    if wide and rounds and (narrow(up).dtype == own.dtype or ranged and up.dtype == product.dtype):
-        gate, up, last = own, _cast(op, narrow(up), own.dtype), cast
-    elif wide and up.dtype == product.dtype:
+    if wide and rounds and all(narrow(x).dtype == own.dtype or ranged and x.dtype == product.dtype for x in values):
+        gate, values, last = own, [_cast(op, narrow(x), own.dtype) for x in values], cast
+    elif wide and all(x.dtype == product.dtype for x in values):
         gate, last = _cast(op, gate, product.dtype), node
-    elif gate.dtype == up.dtype == product.dtype:
+    elif all(x.dtype == gate.dtype == product.dtype for x in values):
         last = node
     else:
         return False
     sizes, made = list(gate.shape), last.outputs[0]
-    new = op("GatedActivation", _rows(op, gate), _rows(op, up), domain=spec.DOMAIN, activation=kind)
+    inputs = [_rows(op, x) for x in (gate, *values)]
+    if scales is not None:
+        inputs.append(new_initializer(graph, up, "skip_scale", scales, ir.DataType.FLOAT))
+    new = op("GatedActivation", *inputs, domain=spec.DOMAIN, activation=kind)
     if len(sizes) == 2:
         new = op("Squeeze", new, op("Constant", value_ints=[0]))
     elif len(sizes) == 4:
@@ -150,7 +178,8 @@ def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: i
 def fuse_gates(model: ir.Model, positions: int | None = None) -> int:
     """Products of an activated half of a value and its other half become GatedActivation: one kernel for three or four. Where
     the gate is the second half, the columns of the matrix before it change places. So do products of an activated value and
-    another of its shape, with the casts to float32 and back around them. After pack_projections. Returns how many.
+    another of its shape, with the casts to float32 and back around them, and with what is added to the values from beside the
+    recurrent layer, times a scale of each head (Mamba-2). After pack_projections. Returns how many.
     """
     count = 0
     for node in list(model.graph):

@@ -47,9 +47,11 @@ def test_gated_activation(gated_activation, dtype):
         gate_up = torch.randn(3, 5, 2, width, generator=torch.manual_seed(width)).to(dtype)
         for activation in ("silu", "gelu", "gelu_tanh", "relu"):
             apart = {"gate_up": gate_up[:, :, 0].contiguous(), "up": gate_up[:, :, 1].contiguous()}
-            for inputs in ({"gate_up": gate_up}, apart):
+            heads = torch.randn(4 if width % 4 == 0 else 1, generator=torch.manual_seed(1))
+            skip = {"skip": apart["up"].flip(1).contiguous(), "skip_scale": heads}
+            for inputs in ({"gate_up": gate_up}, apart, apart | skip):
                 found = run_simulated(gated_activation, "GatedActivation", inputs, {"activation": activation})
-                (exact,) = reference.gated_activation(gate_up.double(), activation=activation)
+                (exact,) = reference.gated_activation(**{n: t.double() for n, t in inputs.items()}, activation=activation)
                 rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
                 torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
 

@@ -606,6 +606,35 @@ def test_what_stands_around_recurrent_layers(dtype, gate_of_heads):
     assert found.count("SkipSimplifiedLayerNormalization") == 1 and found.count("Mul") == 1  # the one by steps
 
 
+class Skipped(torch.nn.Module):
+    """What Mamba-2 does behind its recurrence: a part of the layer's input added to the output, both of heads, and a gate."""
+
+    def __init__(self, rounds, turned, kept):
+        super().__init__()
+        self.rounds, self.turned, self.kept = rounds, turned, kept
+        self.D = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, gate, y, x):
+        gate_, y, x_, D = (t if t.dtype == torch.float64 else t.float() for t in (gate, y, x, self.D))
+        part = x_ * D[:, None]
+        whole = part + y if self.turned else y + part
+        out = whole.flatten(2) * torch.nn.functional.silu(gate_)
+        out = out.to(gate.dtype) if self.rounds else out
+        return (out, part.sum(-1)) if self.kept else (out, x[..., 0])
+
+
+@pytest.mark.parametrize("rounds, turned, kept", [(True, False, False), (False, True, False), (True, True, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_is_added_beside_a_recurrent_layer(dtype, rounds, turned, kept):
+    torch.manual_seed(3)
+    module = Skipped(rounds, turned, kept).to(dtype)
+    gate, y, x = (torch.randn(2, 5, *sizes).to(dtype) for sizes in ((HIDDEN,), (4, HIDDEN // 4), (4, HIDDEN // 4)))
+    found = fused_and_compared(module, (gate, y, x), ({0: BATCH, 1: TOKENS},) * 3, "GatedActivation", 1)
+    assert found.count("Add") == found.count("Mul") == kept  # a part that others read stays
+    if dtype == torch.float32 or rounds and not kept:
+        assert "Cast" not in found
+
+
 def counts_of(module, *inputs):
     warnings.filterwarnings("ignore")
     model = export(module.eval(), inputs, dynamic_shapes=({0: BATCH, 1: TOKENS},) * len(inputs)).model

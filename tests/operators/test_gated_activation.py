@@ -32,10 +32,28 @@ def apart(x):
     return {"gate_up": x[:, :, 0].contiguous(), "up": x[:, :, 1].contiguous()}
 
 
-def assert_right(found, x, kind):
+def with_skip(x, seed=0):
+    """That call with what is added to the values, one to four heads of columns."""
+    random = torch.Generator().manual_seed(seed)
+    heads = max(h for h in range(1, 5) if x.shape[-1] % h == 0)
+    skip = torch.randn(x[:, :, 0].shape, generator=random).to(x.dtype)
+    return apart(x) | {"skip": skip, "skip_scale": torch.randn(heads, generator=random)}
+
+
+def calls(x, seed=0):
+    return {"gate_up": x}, apart(x), with_skip(x, seed)
+
+
+def assert_right(found, inputs, kind):
     """One rounding to the output's type, and float32's in the middle: 1 + erf(x) cancels, so that it is of the operands."""
-    (exact,) = reference.gated_activation(x.double(), activation=kind)
-    operands = (x[:, :, 0].double() * x[:, :, 1].double()).abs()
+    double = {name: t.double() for name, t in inputs.items()}
+    (exact,) = reference.gated_activation(**double, activation=kind)
+    x = inputs["gate_up"]
+    gate, up = (double["gate_up"], double["up"]) if "up" in inputs else double["gate_up"].unbind(2)
+    operands = (gate * up).abs()
+    if "skip" in inputs:
+        scales = double["skip_scale"].repeat_interleave(up.shape[-1] // len(double["skip_scale"]))
+        operands = operands + (gate * scales * double["skip"]).abs()
     bound = 0.51 * torch.finfo(x.dtype).eps * exact.abs() + 4e-7 * operands + torch.finfo(x.dtype).smallest_normal
     wrong = (found.double() - exact).abs() > bound
     assert not wrong.any(), (kind, found[wrong][:3], exact[wrong][:3])
@@ -47,8 +65,8 @@ def test_any_call(kind, dtype, instruction_set):
     for seed, sizes in enumerate(SIZES):
         x = case(sizes, dtype, seed)
         before = x.clone()
-        for inputs in ({"gate_up": x}, apart(x)):
-            assert_right(run_kernel(NAME, inputs, {"activation": kind}, threads=1 + seed % 4)["output"], x, kind)
+        for inputs in calls(x, seed):
+            assert_right(run_kernel(NAME, inputs, {"activation": kind}, threads=1 + seed % 4)["output"], inputs, kind)
         assert torch.equal(x, before)
 
 
@@ -58,11 +76,12 @@ def test_any_call(kind, dtype, instruction_set):
 def test_cuda(kind, dtype):
     for seed, sizes in enumerate((*SIZES, (1, 2048, 8192))):
         x = case(sizes, dtype, seed)
-        for inputs in ({"gate_up": x}, apart(x)):
+        for inputs in calls(x, seed):
             found = run_kernel(NAME, {name: t.cuda() for name, t in inputs.items()}, {"activation": kind})["output"]
-            assert_right(found.cpu(), x, kind)
+            assert_right(found.cpu(), inputs, kind)
     odd = torch.empty(2 * 2 * 64 + 1, dtype=dtype, device="cuda")[1:].view(1, 2, 2, 64).copy_(x[:, :2, :, :64])
-    assert_right(run_kernel(NAME, {"gate_up": odd}, {"activation": kind})["output"].cpu(), x[:, :2, :, :64], kind)
+    inputs = {"gate_up": x[:, :2, :, :64].contiguous()}
+    assert_right(run_kernel(NAME, {"gate_up": odd}, {"activation": kind})["output"].cpu(), inputs, kind)
 
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
@@ -87,19 +106,27 @@ def test_values_that_are_not_finite(kind, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_function_body(kind, dtype):
     x = case((2, 5, 33), dtype, 3)
-    for inputs in ({"gate_up": x}, apart(x)):
+    for inputs in calls(x):
         ranks = {name: t.dim() for name, t in inputs.items()}
         model = one_node_model(NAME, inputs, {"activation": kind}, ranks, dtype=str(dtype).removeprefix("torch."))
         for library in (False, True):
             given = {name: t.clone() for name, t in inputs.items()}
             found = ort_models.run_node(session_of(model, library), OPS[NAME], given, {"activation": kind})
-            assert_right(found["output"], x, kind)
+            assert_right(found["output"], inputs, kind)
 
 
 def test_in_pytorch():
     x = case((2, 4, 48), torch.bfloat16)
-    assert_right(gated_activation(x, activation="gelu"), x, "gelu")
-    assert_right(gated_activation(*apart(x).values(), activation="gelu"), x, "gelu")
+    for inputs in calls(x):
+        assert_right(gated_activation(*inputs.values(), activation="gelu"), inputs, "gelu")
+    skip = with_skip(x)
+    with pytest.raises(ValueError, match="skip_scale is missing, skip is given; give both or neither"):
+        gated_activation(skip["gate_up"], skip["up"], skip["skip"])
+    with pytest.raises(ValueError, match=r"F = 48 is not a multiple of H = 5; each of the H heads .* of the F columns"):
+        gated_activation(*apart(x).values(), skip["skip"], torch.ones(5))
+    for none in (torch.ones(0), torch.ones(2, 2)):
+        with pytest.raises(ValueError, match="skip_scale has shape"):
+            gated_activation(*apart(x).values(), skip["skip"], none)
     with pytest.raises(ValueError, match=r"gate_up has shape \[2,4,2,48\], rank 4; expected \[B,N,F\]"):
         gated_activation(x, x[:, :, 0])
     with pytest.raises(ValueError, match=r"up has shape \[2,4,47\]: axis 2 of \[B,N,F\] is 47; expected 48"):

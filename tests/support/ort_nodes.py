@@ -96,7 +96,8 @@ VARIANTS = {
         ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
     ],
     "GatedActivation": [
-        (more, {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu") for more in ([], ["up"])
+        *((more, {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu") for more in ([], ["up"])),
+        (["up", "skip", "skip_scale"], {}, {}),
     ],
     "GatedDeltaRule": [
         ([], {}, {}),
