@@ -259,7 +259,7 @@ def _wrong_sizes(source, op, inputs, attrs):
     rule, axes = source.choice(rules), draw.axes_of(op, ranks, attrs)
     symbol = rule.args[0]
     sizes = spec.sizes_of(pair for name, of_name in axes.items() for pair in zip(of_name, sizes_of(inputs[name]), strict=True))
-    if symbol not in sizes or (rule.kind == "multiple" and sizes[rule.args[1]] == 1):
+    if symbol not in sizes or (rule.kind == "multiple" and sizes.get(rule.args[1], 1) == 1):
         return None
     larger = sizes | {symbol: sizes[symbol] + 1}
     for name, of_name in axes.items():
