@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -648,9 +649,30 @@ def made(
     return program, facts
 
 
+def _in_rows(tensor: Any) -> Any:
+    """A tensor that is written with its rows one after the other: NumPy writes a transposed array element by element, a fifth
+    as fast as PyTorch brings it in order and that is written."""
+    array = tensor.raw if isinstance(tensor, ir.Tensor) else None
+    lazy = isinstance(tensor, ir.LazyTensor)
+    if not lazy and (not isinstance(array, np.ndarray) or array.flags.c_contiguous or min(array.strides) < 0):
+        return tensor
+
+    def ordered() -> ir.Tensor:
+        array = tensor.numpy()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing is written to it
+            bits = torch.from_numpy(array.view(f"i{array.itemsize}"))  # bfloat16 is none of PyTorch's NumPy types
+        rows = bits.contiguous().numpy()
+        return ir.Tensor(rows.view(array.dtype), dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)
+
+    return ir.LazyTensor(ordered, tensor.dtype, tensor.shape, name=tensor.name)
+
+
 def save(model: ir.Model, path: Path) -> None:
-    """Writes a model, its weights to a file beside it unless they are few: they are copied once."""
+    """Writes a model, its weights to a file beside it unless they are few: one after the other is copied, to be written."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    for value in model.graph.initializers.values():
+        value.const_value = _in_rows(value.const_value)
 
     def tell(tensor: Any, info: Any) -> None:
         progress.tell("writing weights", info.index + 1, info.total)

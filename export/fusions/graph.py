@@ -60,13 +60,16 @@ def narrow(value: ir.Value | None) -> ir.Value | None:
     return inner if inner is not None and inner.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else value
 
 
-def new_initializer(graph: ir.Graph, old: ir.Value, word: str, array: np.ndarray, dtype: ir.DataType | None = None) -> ir.Value:
+def new_initializer(
+    graph: ir.Graph, old: ir.Value, word: str, array: np.ndarray | ir.LazyTensor, dtype: ir.DataType | None = None
+) -> ir.Value:
     """An initializer of a value's type, or of another, and with a name that begins with its."""
     taken = {*graph.initializers, *(output.name for node in graph for output in node.outputs)}
     names = (f"{old.name}_{word}{number or ''}" for number in itertools.count())
     name = next(n for n in names if n not in taken)
-    tensor = ir.tensor(array, dtype=dtype or old.dtype)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    tensor = array if isinstance(array, ir.LazyTensor) else ir.tensor(array, dtype=dtype or old.dtype)
+    tensor.name = name
+    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
     graph.register_initializer(value)
     return value
 

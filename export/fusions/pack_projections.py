@@ -20,12 +20,19 @@ def _bias(node: ir.Node, width: int) -> tuple[ir.Node, np.ndarray] | None:
 
 
 def _joined(
-    graph: ir.Graph, before: ir.Node, kind: str, value: ir.Value | None, arrays: Sequence[np.ndarray], dtype: ir.DataType
+    graph: ir.Graph, before: ir.Node, kind: str, value: ir.Value | None, arrays: Sequence[ir.TensorProtocol], dtype: ir.DataType
 ) -> ir.Value:
-    """The output of a `kind` node of value and all arrays side by side, put before the node of the first of them."""
-    array, old = np.concatenate(arrays, axis=-1), before.outputs[0]
-    new = adder(graph, before)(kind, value, new_initializer(graph, old, f"packed_{kind}", array, dtype))
-    new.type, new.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], array.shape[-1]])
+    """The output of a `kind` node of value and all arrays side by side, put before the node of the first of them. They are
+    joined when they are read: a model's matrices are not copied before one of them is written."""
+    old, sizes = before.outputs[0], [a.shape.numpy() for a in arrays]
+    width = sum(size[-1] for size in sizes)
+
+    def join() -> ir.Tensor:
+        return ir.Tensor(np.concatenate([a.numpy() for a in arrays], axis=-1), dtype=dtype)
+
+    packed = ir.LazyTensor(join, dtype, ir.Shape([*sizes[0][:-1], width]))
+    new = adder(graph, before)(kind, value, new_initializer(graph, old, f"packed_{kind}", packed, dtype))
+    new.type, new.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], width])
     return new
 
 
@@ -48,10 +55,10 @@ def pack_projections(model: ir.Model, positions: int | None = None) -> int:
         first = group[0][0]
         widths = [tensor.shape[1] for _, tensor in group]
         biases = [_bias(node, width) for (node, _), width in zip(group, widths, strict=True)]
-        product = _joined(model.graph, first, "MatMul", x, [tensor.numpy() for _, tensor in group], dtype)
+        product = _joined(model.graph, first, "MatMul", x, [tensor for _, tensor in group], dtype)
         if types := [bias[1].dtype for bias in biases if bias]:
             vectors = [bias[1] if bias else np.zeros(width, types[0]) for bias, width in zip(biases, widths, strict=True)]
-            product = _joined(model.graph, first, "Add", product, vectors, dtype)
+            product = _joined(model.graph, first, "Add", product, [ir.tensor(v, dtype=dtype) for v in vectors], dtype)
         sizes = adder(model.graph, first)("Constant", value_ints=widths)
         split = ir.node("Split", [product, sizes], {"axis": -1}, num_outputs=len(group))
         model.graph.insert_before(first, split)
