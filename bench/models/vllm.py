@@ -67,8 +67,8 @@ class Ours:
         """Room for so many requests of so many tokens each."""
         from leanfleet.ort_ops.serving import ContinuousBatch
 
-        pages = running * -(-tokens // BLOCK)
-        self.batch = None
+        need = -(-tokens // BLOCK)  # of a request
+        pages, self.batch = running * need, None
         while self.batch is None:
             gc.collect()
             try:
@@ -76,9 +76,10 @@ class Ours:
                     self.folder, pages, running, max(step_tokens, running), cuda_graph=True, share=False
                 )
             except RuntimeError as error:  # requests wait for pages where not all fit at once
-                if "Failed to allocate" not in str(error) or pages <= -(-tokens // BLOCK):
+                if "Failed to allocate" not in str(error) or pages <= need:
                     raise
-                pages //= 2
+                pages = max(pages // 2, need)
+                print(f"memory has room for {pages} pages of {running * need}", flush=True)
 
     def run(self, prompts, answers):
         for prompt, count in zip(prompts, answers, strict=True):

@@ -20,8 +20,8 @@ using namespace tile;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not worth a merge
-// How far a logit may rise above the maximum in use before the statistics are rescaled: 2^8 is far from the ends of
-// every type here.
+// How far a logit may rise above the maximum in use before the statistics are rescaled: 2^8 is far from the ends of every type
+// here. What is compared is their difference, which is exact for neighbours; a maximum and 8 may be rounded up to what is 16 more.
 constexpr float kRescaleAt = 8.0f;
 
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.

@@ -543,7 +543,7 @@ struct DirectCta {
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int i = 0; i < 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[slice][i]);
-    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+    if (__any_sync(kFullWarp, top[0] - max[0] > kRescaleAt || top[1] - max[1] > kRescaleAt)) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = fmaxf(top[c], max[c]);

@@ -776,7 +776,7 @@ struct TokenConsumer {
             top[n][c] = fmaxf(top[n][c], x);
           }
         }
-        rising = rising || top[n][c] > max[n][c] + kRescaleAt;
+        rising = rising || top[n][c] - max[n][c] > kRescaleAt;
       }
     }
     if (__any_sync(kFullWarp, rising)) rescale_all(top);
@@ -1105,7 +1105,7 @@ struct RowConsumer {
     for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], s[n][i]);
-    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+    if (__any_sync(kFullWarp, top[0] - max[0] > kRescaleAt || top[1] - max[1] > kRescaleAt)) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float x = fmaxf(top[c], max[c]);

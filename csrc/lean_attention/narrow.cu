@@ -426,7 +426,7 @@ struct NarrowCta {
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], s[n][i]);
-    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+    if (__any_sync(kFullWarp, top[0] - max[0] > kRescaleAt || top[1] - max[1] > kRescaleAt)) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float now = fmaxf(largest_of_row(top[c]), max[c]), by = rescale(max[c], now);

@@ -234,12 +234,12 @@ struct WarpgroupConsumer {
   // Softmax
 
   // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
-  // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by at
-  // most 2 up to 2^25, where weights overflow beyond. A row with logits that far has them times a power of two near the scale
-  // instead, which rounds nothing: its distinct logits are so far apart that only the largest count either way.
+  // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by 2^4 at
+  // most where it is below 2^27; beyond they might overflow. A row that far has its products times a power of two near the scale
+  // instead, which rounds nothing: distinct logits are 8 and more apart there, so that the largest counts almost alone either way.
   // |scale|: its sign is in the query.
   __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
-  static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p26f; }
+  static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p27f; }
   static __device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
   // The largest logit times log2(e) of a row with that maximum.
   static __device__ __forceinline__ float logit_of(float max, float scale) {
@@ -266,7 +266,7 @@ struct WarpgroupConsumer {
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
       most *= unit_of(most * scale, scale);
-      const float in_use = most > max[c] + kRescaleAt ? most : max[c];
+      const float in_use = most - max[c] > kRescaleAt ? most : max[c];
       factor[c] = rescale(max[c], in_use);
       max[c] = in_use;
       sum[c] *= factor[c];

@@ -125,7 +125,7 @@ def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | 
     total, reshape = producer(up, "Add"), producer(up, "Reshape")
     if reshape is not None:
         total = producer(reshape.inputs[0], "Add") if read_by(reshape.inputs[0], reshape) else None
-    if total is None or not read_by(up, reader):
+    if total is None or up.shape is None or len(up.shape) < 3 or not read_by(up, reader):
         return None
     for x, part in (total.inputs, tuple(reversed(total.inputs))):
         product = producer(part, "Mul")
@@ -137,6 +137,8 @@ def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | 
                 continue
             sizes, shape = list(x.shape), scales.shape
             if list(skip.shape) != sizes or not named(x.shape) or not all(isinstance(n, int) for n in sizes[2:]):
+                continue
+            if list(up.shape[:2]) != sizes[:2]:
                 continue
             if scales.dtype == np.float32 and len(shape) in (2, 3, 4) and scales.size == sizes[2] == shape[-2]:
                 return [x, skip], scales.reshape(-1)

@@ -46,12 +46,12 @@ def _cheapest(sizes: Sizes) -> tuple[int, int, tuple[Sizes, ...]]:
 
 
 def _parts(split: ir.Node, sizes: Sequence[int]) -> list[Part]:
-    """The parts of a Split; neighbours that nobody reads are one."""
+    """The parts of a Split; neighbours that nobody reads are one, and empty ones are none."""
     parts: list[Part] = []
     for value, size in zip(split.outputs, sizes, strict=True):
         if value.uses() or value.is_graph_output():
             parts.append((value, size))
-        else:
+        elif size:
             earlier = parts.pop()[1] if parts and parts[-1][0] is None else 0
             parts.append((None, earlier + size))
     return parts
@@ -86,9 +86,12 @@ def nest_splits(model: ir.Model, positions: int | None = None) -> int:
     count = 0
     for node in list(model.graph):
         sizes = column_sizes(node) if node.op_type == "Split" and node.domain == "" else None
-        if sizes is None or min(sizes) < 1 or _is_direct(tuple(sizes)):
+        if sizes is None or _is_direct(tuple(sizes)):
             continue
-        _write(model.graph, node, node.inputs[0], _parts(node, sizes))
+        parts = _parts(node, sizes)
+        if min(size for _, size in parts) < 1:
+            continue
+        _write(model.graph, node, node.inputs[0], parts)
         model.graph.remove(node, safe=True)
         count += 1
     return count

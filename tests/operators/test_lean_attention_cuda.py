@@ -597,6 +597,19 @@ def test_infinite_and_huge_logits(dtype):
     assert out["output"].isnan().all() and out["lse"].isnan().all()
 
 
+@pytest.mark.parametrize("D", (64, 128, 256))
+@pytest.mark.parametrize("Nq", (1, 5, 100))
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_logit_just_above_the_maximum(dtype, Nq, D):
+    """One unit in the last place, in a later tile, where 8 more is half-way between two numbers: 2^27 + 16 and 2^27 + 32."""
+    inputs, attrs = make_case(0, dtype=dtype, lens=(1000,), Nq=Nq, H=2, Hkv=2, D=D, Dv=D, scale=0.69, causal=0)
+    query, keys = inputs["query"], inputs["key_cache"]
+    query.zero_()[..., :2] = torch.tensor([2.0**14, 4.0])
+    keys.zero_()[..., 0] = -1.0
+    keys[:, :, 10, :2], keys[:, :, 700, :2] = torch.tensor([2.0**13, 4.0]), torch.tensor([2.0**13, 8.0])
+    check(inputs, attrs, roundings=2)
+
+
 @pytest.mark.parametrize("D", (64, 128, 192, 256))
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_prompts_of_logits_far_from_zero(dtype, D):

@@ -97,7 +97,7 @@ VARIANTS = {
     ],
     "GatedActivation": [
         *((more, {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu") for more in ([], ["up"])),
-        (["up", "skip", "skip_scale"], {}, {}),
+        (["up", "skip", "skip_scale"], {}, {"H": 5}),
     ],
     "GatedDeltaRule": [
         ([], {}, {}),
