@@ -1655,12 +1655,10 @@ def gated_activation(
     match("gate_up", gate_up, "T", "B N 2 F" if up is None else "B N F")
     if up is not None:
         match("up", up, "T", "B N F")
-    for one, other in (("skip", "skip_scale"), ("skip_scale", "skip")):
-        alone = {"skip": skip, "skip_scale": skip_scale}
-        _check(
-            alone[one] is None or alone[other] is not None,
-            f"GatedActivation: {other} is missing, {one} is given; give both or neither",
-        )
+    given, missing = ("skip", "skip_scale") if skip_scale is None else ("skip_scale", "skip")
+    _check(
+        (skip is None) == (skip_scale is None), f"GatedActivation: {missing} is missing, {given} is given; give both or neither"
+    )
     _check(skip is None or up is not None, "GatedActivation: skip needs up")
     activations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,

@@ -72,13 +72,6 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
                : "memory");
 }
 
-// The same, not transposed.
-__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-               "r"(r[3])
-               : "memory");
-}
-
 // The shared-memory descriptor of a tile, for wgmma: lines of 128 bytes, swizzled, groups of 8 lines 1024 bytes apart; box_bytes apart the next
 // 64 columns, for a tile that is read with its rows as the summed index. This is the low word, to which a distance in
 // bytes over 16 may be added; the high word is always the same.
@@ -211,42 +204,6 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
         "}, "                                                                                                                \
         "a, b, p, 1, 1, 0, 0;\n}"                                                                                            \
         : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
-        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
-  }                                                                                                                          \
-  __device__ __forceinline__ void wgmma_sst(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {                       \
-    asm volatile(                                                                                                            \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"        \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32                                  \
-        "}, "                                                                                                                \
-        "a, b, p, 1, 1, 0, 1;\n}"                                                                                            \
-        : LEANFLEET_TILES_8(c, 0)                                                                                            \
-        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
-  }                                                                                                                          \
-  __device__ __forceinline__ void wgmma_sst(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {                      \
-    asm volatile(                                                                                                            \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"        \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64                                 \
-        "}, "                                                                                                                \
-        "a, b, p, 1, 1, 0, 1;\n}"                                                                                            \
-        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
-        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
-  }                                                                                                                          \
-  __device__ __forceinline__ void wgmma_sst(type, float (&c)[24][4], uint32_t a, uint32_t b, int add) {                      \
-    asm volatile(                                                                                                            \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %98, 0;\nmov.b64 a, {%96, %99};\nmov.b64 b, {%97, %99};\n"        \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." name "." name " {" LEANFLEET_NAMES_96                                 \
-        "}, "                                                                                                                \
-        "a, b, p, 1, 1, 0, 1;\n}"                                                                                            \
-        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8), LEANFLEET_TILES_8(c, 16)                                         \
-        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
-  }                                                                                                                          \
-  __device__ __forceinline__ void wgmma_sst(type, float (&c)[32][4], uint32_t a, uint32_t b, int add) {                      \
-    asm volatile(                                                                                                            \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\nmov.b64 a, {%128, %131};\nmov.b64 b, {%129, %131};\n"   \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name " {" LEANFLEET_NAMES_128                                \
-        "}, "                                                                                                                \
-        "a, b, p, 1, 1, 0, 1;\n}"                                                                                            \
-        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8), LEANFLEET_TILES_8(c, 16), LEANFLEET_TILES_8(c, 24)               \
         : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
   }
 

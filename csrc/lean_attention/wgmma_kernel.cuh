@@ -233,12 +233,12 @@ struct WarpgroupConsumer {
 
   // Softmax
 
-  // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
+  // Logits times log2(e) are s * scale; the sign of the scale is in the query.
+  __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
+
   // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by 2^4 at
   // most where it is below 2^27; beyond they might overflow. A row that far has its products times a power of two near the scale
   // instead, which rounds nothing: distinct logits are 8 and more apart there, so that the largest counts almost alone either way.
-  // |scale|: its sign is in the query.
-  __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
   static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p27f; }
   static __device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
   // The largest logit times log2(e) of a row with that maximum.
@@ -250,6 +250,7 @@ struct WarpgroupConsumer {
     return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
   }
 
+  // Brings the maxima up to date and returns what earlier sums have to be multiplied with.
   __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float (&factor)[2]) {
     float top[2][2];
 #pragma unroll
