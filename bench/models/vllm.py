@@ -5,10 +5,9 @@
     python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm table OUT --ours OURS.json ... --vllm VLLM.json ...
 
-`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md, of the same models in
-the same order on both sides. ratio above 1 means that ours is faster. Weights are random on both sides (vLLM's
-load_format="dummy"), answers end at their length. Files are written after each line, so that a run that is stopped leaves what
-it has; a table has the lines that both sides have.
+`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md. ratio above 1 means
+that ours is faster. Weights are random on both sides (vLLM's load_format="dummy"), answers end at their length. Files are
+written after each line, so that a run that is stopped leaves what it has; a table has the lines that both sides have.
 
 --kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
 
@@ -239,12 +238,12 @@ def measure(arguments):
 
 
 def compared(ours, theirs):
-    """Lines of the table from both sides' results for one model."""
-    if ours["device"] != theirs["device"]:
-        raise SystemExit(f"one side ran on {ours['device']}, the other on {theirs['device']}")
+    """Lines of the table from both sides' results, one of a model each."""
+    if len(devices := {side["device"] for side in (*ours, *theirs)}) > 1:
+        raise SystemExit(f"these results are of several devices, {', '.join(sorted(devices))}; compare those of one")
     places = ("kind", "model", "batch", "context", "section")
-    values = {tuple(row[k] for k in places): row["value"] for row in theirs.get("rows", ())}
-    for row in ours.get("rows", ()):
+    values = {tuple(row[k] for k in places): row["value"] for side in theirs for row in side.get("rows", ())}
+    for row in (row for side in ours for row in side.get("rows", ())):
         place = {k: row[k] for k in places}
         if (their := values.get(tuple(place.values()))) is not None:
             ratio = row["value"] / their if row["kind"] == "serving" else their / row["value"]
@@ -254,7 +253,7 @@ def compared(ours, theirs):
 def table(arguments):
     ours, theirs = ([json.loads(path.read_text()) for path in paths] for paths in (arguments.ours, arguments.vllm))
     facts = {k: v for side in (*reversed(theirs), *reversed(ours)) for k, v in side.items() if k not in ("rows", "kernels")}
-    lines = [line for pair in zip(ours, theirs, strict=True) for line in compared(*pair)]
+    lines = list(compared(ours, theirs))
     means = {
         kind: statistics.geometric_mean(line["ratio"] for line in lines if line["kind"] == kind)
         for kind in dict.fromkeys(line["kind"] for line in lines)
