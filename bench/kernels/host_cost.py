@@ -1,6 +1,7 @@
-"""Host time of PyTorch operators: python -m bench.kernels.host_cost [--calls 32] [--out F.json]
+"""Host time of PyTorch operators: python -m bench.kernels.host_cost [--device cpu] [--calls 32] [--out F.json]
 
-Tiny tensors [1,1,4,16] in float32 on one CPU thread, so that what is measured is everything but the arithmetic. Three ways of
+Tiny tensors [1,1,4,16] in float32 on one CPU thread, so that what is measured is everything but the arithmetic. On `cuda` it is
+the time until the call has returned: the GPU is idle before each, and what it still has to do is not waited for. Three ways of
 calling leanfleet are measured, each in a process of its own: "C++" (kernels over PyTorch's stable interface, autograd built
 against it), "stable" (the same kernels, autograd in Python) and "ctypes". Beside them stand SDPA, a Python autograd function
 that does nothing, and the multiplication x * x. forward: under no_grad. training: forward and backward of CALLS calls, one
@@ -23,12 +24,13 @@ WAYS = {"C++": "compiled", "stable": "stable", "ctypes": "ctypes"}  # to LEANFLE
 OTHERS = ("SDPA", "empty autograd.Function", "multiplication")
 
 
-def microseconds(function, repeats):
-    """2nd percentile and median of one call."""
+def microseconds(function, repeats, wait):
+    """2nd percentile and median of one call. wait: for what earlier calls have begun."""
     for _ in range(repeats // 10 + 1):
         function()
     taken = []
     for _ in range(repeats):
+        wait()
         start = time.perf_counter_ns()
         function()
         taken.append((time.perf_counter_ns() - start) / 1e3)
@@ -63,11 +65,12 @@ def subjects():
     }
 
 
-def measure(calls, wanted):
+def measure(calls, wanted, device):
     import torch
 
     torch.set_num_threads(1)
-    query, key, value = (torch.rand(1, 1, 4, 16).requires_grad_() for _ in range(3))
+    query, key, value = (torch.rand(1, 1, 4, 16, device=device).requires_grad_() for _ in range(3))
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     grad = torch.ones_like(query)
     rows = []
     gc.disable()
@@ -82,24 +85,25 @@ def measure(calls, wanted):
             torch.autograd.grad(x, (query, key, value), grad, allow_unused=True)
 
         with torch.no_grad():
-            row = {"call": name, "forward": microseconds(lambda f=function: f(query, key, value), 2000)}
+            row = {"call": name, "forward": microseconds(lambda f=function: f(query, key, value), 2000, wait)}
         if name != "LeanAttention":  # it has no backward
-            row["training"] = {name: t / calls for name, t in microseconds(lambda c=chain: c(calls), 200).items()}
-            row["alone"] = microseconds(lambda c=chain: c(1), 1000)
+            row["training"] = {name: t / calls for name, t in microseconds(lambda c=chain: c(calls), 200, wait).items()}
+            row["alone"] = microseconds(lambda c=chain: c(1), 1000, wait)
         rows.append(row)
         gc.collect()
     return rows
 
 
-def in_a_process(calls, way):
-    command = [sys.executable, "-m", "bench.kernels.host_cost", "--calls", str(calls), "--way", way]
+def in_a_process(calls, way, device):
+    command = [sys.executable, "-m", "bench.kernels.host_cost", "--calls", str(calls), "--way", way, "--device", device]
     environment = {**os.environ, "LEANFLEET_TORCH": WAYS.get(way, "")}
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
 def table(report):
+    where = ", ".join(report[key] for key in ("cpu", "device") if key in report)
     lines = [
-        f"PyTorch {report['torch']}, {report['cpu']}; µs of one call, 2nd percentile (median).",
+        f"PyTorch {report['torch']}, {where}; µs of one call, 2nd percentile (median).",
         "",
         "| call | way | forward, no gradient | forward and backward | the same, a graph of one call |",
         "|---|---|---|---|---|",
@@ -116,17 +120,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("bench/results/host_cost_cpu.json"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--way", help="measure this way alone, and print its rows as JSON")
     args = parser.parse_args()
     if args.way is not None:
-        print(json.dumps(measure(args.calls, args.way not in WAYS)))
+        print(json.dumps(measure(args.calls, args.way not in WAYS, args.device)))
         return
     import torch
 
-    rows = [{**row, "way": ""} for row in in_a_process(args.calls, "")]
-    rows += [{**row, "way": way} for way in WAYS for row in in_a_process(args.calls, way)]
+    rows = [{**row, "way": ""} for row in in_a_process(args.calls, "", args.device)]
+    rows += [{**row, "way": way} for way in WAYS for row in in_a_process(args.calls, way, args.device)]
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
     report = {"torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
+    if args.device == "cuda":
+        report["device"] = torch.cuda.get_device_name()
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(report))
     print(table(report))

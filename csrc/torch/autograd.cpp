@@ -1,5 +1,4 @@
-// Autograd of PyTorch operators, built against the installed PyTorch: its stable interface has none. Nodes are those of
-// PyTorch 2.13 and later.
+// Autograd of PyTorch operators, built against the installed PyTorch: its stable interface has none.
 // leanfleet.export.torch_autograd compiles this file. It knows no operator: tables say which operator computes gradients, from
 // which of a call's inputs, outputs and gradients.
 #include <torch/csrc/autograd/function.h>
@@ -10,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -80,8 +80,7 @@ struct Gradients : torch::autograd::Node {
   IValue tensor_of(const Argument& argument, const variable_list& given) {
     Variable tensor;
     if (argument.source == kInput) tensor = inputs[argument.index].unpack();
-    if (argument.source == kOutput)
-      tensor = outputs[argument.index].unpack(c10::intrusive_ptr<Node>::unsafe_reclaim_from_nonowning(this));
+    if (argument.source == kOutput) tensor = outputs[argument.index].unpack(getptr());
     if (argument.source == kGradient) {
       const int32_t place = places[argument.index];
       if (place >= 0) tensor = given[place];
@@ -113,6 +112,16 @@ struct Gradients : torch::autograd::Node {
   std::vector<IValue> attrs;
   bool released = false;
 };
+
+// A new node, owned as this PyTorch counts owners: in the node itself, or before 2.13 beside it.
+template <class NewNode>
+auto make_node(const Table& table) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, NewNode>) {
+    return c10::make_intrusive<NewNode>(table);
+  } else {
+    return std::shared_ptr<NewNode>(new NewNode(table), [](NewNode* node) { deleteNode(node); });
+  }
+}
 
 const at::Tensor* tensor_in(const IValue& value) {
   return value.isTensor() && value.toTensor().defined() ? &value.toTensor() : nullptr;
@@ -173,7 +182,7 @@ class Recorder final : public c10::OperatorKernel {
 
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, const IValue* arguments,
               size_t count) {
-    auto node = c10::make_intrusive<Gradients>(table_);
+    const auto node = make_node<Gradients>(table_);
     torch::autograd::edge_list edges(table_.inputs);
     node->present.resize(table_.inputs);
     for (int i = 0; i < table_.inputs; ++i) {
