@@ -2,7 +2,7 @@
 several times as long.
 
 PyTorch's stable interface has no autograd, so that csrc/torch/autograd.cpp must be compiled again for each version of it:
-`python -m leanfleet.export.torch_autograd`, with g++. It needs PyTorch 2.13 or later.
+`python -m leanfleet.export.torch_autograd`, with g++. Tested with PyTorch 2.11 and 2.13.
 """
 
 import ctypes

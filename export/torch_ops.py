@@ -400,11 +400,11 @@ def _differentiable(op, mutating, runners, setup, backward):
 def _attach():
     """Whether libleanfleet finds PyTorch's stable C functions, so that its compiled kernels can be registered.
 
-    LEANFLEET_TORCH says which are: compiled (autograd too, where torch_autograd was built), stable (kernels alone), ctypes
-    (none, the default). Compiled ones keep to the library of the import, whatever LEANFLEET_LIBRARY_DIR says later. Raises
+    LEANFLEET_TORCH says which are: compiled (the default; autograd too, where torch_autograd was built), stable (kernels
+    alone), ctypes (none, as where the library or PyTorch does not allow it). Compiled ones keep to the library of the import, whatever LEANFLEET_LIBRARY_DIR says later. Raises
     ValueError for another word.
     """
-    wish = os.environ.get("LEANFLEET_TORCH") or "ctypes"
+    wish = os.environ.get("LEANFLEET_TORCH") or "compiled"
     if wish not in ("compiled", "stable", "ctypes"):
         raise ValueError(f"the environment variable LEANFLEET_TORCH is '{wish}'; expected compiled, stable or ctypes")
     if wish == "ctypes":

@@ -1,6 +1,6 @@
 """Times the CUDA kernels of the linear attention operators beside flash-linear-attention (fla) and writes JSON and a table.
 
-    python -m bench.kernels.linear_attention OUT [--only forward,backward,...] [--no-fla]
+    python -m bench.kernels.linear_attention OUT [--only forward,backward,...] [--no-fla] [--seconds S]
 
 writes OUT.json and OUT.md. Every number is the median over rounds of a CUDA graph's replay between two events, with all
 contenders of a line in turn and the L2 cache flushed by reading before each. The floor is every input read and every output
@@ -9,23 +9,41 @@ graph of the forward. fla's float32 products are TF32, as Triton's are unless TR
 not ours.
 
 `crossing` sets NormalizedLinearAttention beside torch's flash SDPA; `memory` is what a training step's call allocates, by
-torch's count; `moved` are the bytes of device memory that a call moves, counted by ncu, which must be on the path.
-`auto` times the algorithms on 200 random shapes from a fixed seed; tests/cpp/test_choose.py judges the cost model by them.
+torch's count; `moved` are the bytes of device memory that a call moves, ours and the peers', counted by ncu, which must be on
+the path. `auto` times the algorithms on 200 random shapes from a fixed seed; tests/cpp/test_choose.py judges the cost model by
+them.
+
+`heads` and `lengths` are the sweeps of the papers' figures: head sizes from 32 to 256 at 4096 tokens (004, figures 2 and 3),
+and lengths from 1k to 512k at 32 heads of 128 (003, figure 2). All contenders, ours among them, are calls of PyTorch, captured
+forward ("forward") and forward and backward ("both"), whose difference is the backward; none gets gradients of its decays, but
+chunk_gla, which has a decay of each key and gets that of the head repeated, computes them all the same. Outputs and gradients
+are compared with float64 before anything is timed. Where a tensor is too large for all contenders to hold theirs at once, each
+is alone. Their fla kernels are tuned over the configurations of 4 warps and 2 or 3 stages, unless --full-tuning is given, for
+which Triton compiles hundreds of kernels for each head size and type. --seconds is how long a sweep may take before fla is left
+out of its further lines.
 """
 
 import argparse
+import contextlib
 import datetime
+import functools
+import gc
 import json
 import math
 import os
 import random
+import re
 import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from bench.kernels.timing import Launches, captured, counted, times
 
+DEVICE = "cuda"
 COPY_BYTES_PER_US = 4.25e6
 ALGORITHMS = ("causal_dot_product", "fleet", "lightning")
 # (B, H, N, D)
@@ -52,9 +70,42 @@ MAMBA = "8/8/128"  # of queries, keys and states
 STEPS = [(1, 32, 32, 1), (4, 32, 32, 1), (16, 32, 32, 1), (64, 32, 32, 1), (64, 32, 8, 1), (16, 32, 32, 4), (16, 32, 32, 16)]
 RANDOM_SHAPES = 200
 
+# The sweeps' shapes. What is most wanted comes first, for fla may be left out of the last lines; lengths begin with a long one,
+# for which its kernels are then tuned.
+HEADS = [(4, 16, 4096, D) for D in (128, 64, 256, 32, 192, 96, 160)]
+LENGTHS = [(1, 32, N, 128) for N in (16384, *(1024 << i for i in range(10) if i != 4))]
+SWEPT = {"heads": HEADS, "lengths": LENGTHS}
+SWEPT_TYPES = ("bfloat16", "float32")
+# {contender: (the order of its tensors' axes, the form of its scores x = q.k as `expected` reads it)}
+CONTENDERS = {
+    "NormalizedLinearAttention": ("bhnd", "1 + x normalised"),
+    "CausalLinearDecay": ("bhnd", "x"),
+    "CausalLinearDecay, decay": ("bhnd", "x decayed"),
+    "chunk_linear_attn": ("bnhd", "x normalised"),
+    "chunk_simple_gla": ("bnhd", "x"),
+    "chunk_simple_gla, decay": ("bnhd", "x decayed"),
+    "chunk_gla": ("bnhd", "x decayed"),
+    "flash SDPA": ("bhnd", "softmax"),
+}
+# (ours, a peer that computes the like)
+PAIRS = [
+    ("NormalizedLinearAttention", "chunk_linear_attn"),
+    ("CausalLinearDecay", "chunk_simple_gla"),
+    ("CausalLinearDecay, decay", "chunk_simple_gla, decay"),
+    ("CausalLinearDecay, decay", "chunk_gla"),
+    ("NormalizedLinearAttention", "flash SDPA"),
+]
+MOVED_BY = [n for n in CONTENDERS if n not in ("CausalLinearDecay", "chunk_simple_gla")]
+FLASH_TOKENS = 65536  # beyond, forward and backward take seconds
+TOGETHER = 2**28  # bytes of a tensor up to which all contenders' inputs, results and workspaces fit the GPU at once
+CHECKED = 4096  # tokens of a head that are compared with float64
+LINE_US = 1.5e6  # what the rounds of a line may take, where that leaves three
+# Largest error over the largest value: of ours, of peers, whose float32 products are TF32 and who keep sums in 16 bits.
+BOUNDS = {"bfloat16": (0.05, 0.25), "float32": (1e-3, 0.05)}
+
 
 def normal(*shape, dtype=torch.bfloat16):
-    return torch.randn(shape, device="cuda").to(dtype)
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 def operands(B, H, N, D, dtype):
@@ -64,7 +115,7 @@ def operands(B, H, N, D, dtype):
 
 def slopes(H):
     """ln γ of the heads, from 1 - 2^-5 to nearly 1 - 2^-8."""
-    return torch.log1p(-torch.exp2(-5 - torch.arange(H, device="cuda") * 3 / H)).float()
+    return torch.log1p(-torch.exp2(-5 - torch.arange(H, device=DEVICE) * 3 / H)).float()
 
 
 def contiguous(*tensors):
@@ -347,34 +398,286 @@ def memory(args):
         torch.cuda.empty_cache()
 
 
-def once(case):
-    """What `moved` has ncu watch. case: forward or backward, and the sizes."""
-    which, *shape = case.split("x")
-    forward, backward, _ = normalized_nodes(*positive_operands(tuple(map(int, shape)), torch.bfloat16))
-    torch.cuda.synchronize()
-    node = forward if which == "forward" else backward
-    torch.cuda.profiler.start()
-    node.run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
-    print("io_bytes", bytes_of(node))
+# The sweeps
+
+
+def is_fla(name):
+    return name.startswith("chunk_")
+
+
+def is_ours(name):
+    return not is_fla(name) and name != "flash SDPA"
+
+
+def function_of(name, log_decay, gate):
+    """A contender as a function of query, key and value. gate: log_decay at every key dimension, for chunk_gla."""
+    if name == "flash SDPA":
+        return flash
+    if is_fla(name):
+        from fla.ops.gla import chunk_gla
+        from fla.ops.linear_attn import chunk_linear_attn
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        return {
+            "chunk_linear_attn": lambda q, k, v: chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0],
+            "chunk_simple_gla": lambda q, k, v: chunk_simple_gla(q, k, v, scale=1.0)[0],
+            "chunk_simple_gla, decay": lambda q, k, v: chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0],
+            "chunk_gla": lambda q, k, v: chunk_gla(q, k, v, gate, scale=1.0)[0],
+        }[name]
+    from leanfleet.export import torch_ops
+
+    return {
+        "NormalizedLinearAttention": lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0],
+        "CausalLinearDecay": lambda q, k, v: torch_ops.causal_linear_decay(q, k, v),
+        "CausalLinearDecay, decay": lambda q, k, v: torch_ops.causal_linear_decay(q, k, v, log_decay),
+    }[name]
+
+
+def tensors_of(name, shape, dtype, drawn):
+    """Query, key, value and gradient of the output in a contender's order of axes; drawn: those that others have, by order."""
+    B, H, N, D = shape
+    layout = CONTENDERS[name][0]
+    if layout not in drawn:
+        drawn[layout] = positive_operands((B, H, N, D) if layout == "bhnd" else (B, N, H, D), dtype)
+    return drawn[layout]
+
+
+def bound_function(name, shape, dtype):
+    """The contender's function at a shape, with the decays that it takes."""
+    B, H, N, D = shape
+    log_decay = slopes(H)
+    gate = log_decay.to(dtype)[:, None].expand(B, N, H, D).contiguous() if name == "chunk_gla" else None
+    return function_of(name, log_decay, gate)
+
+
+def expected(form, q, k, v, log_decay):
+    """The output by its definition, quadratic in the tokens; form: see CONTENDERS."""
+    if form == "softmax":
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    scores = q @ k.mT
+    if "1 +" in form:
+        scores = 1 + scores
+    if "decayed" in form:
+        at = torch.arange(q.shape[-2], device=q.device)
+        scores = scores * torch.exp(log_decay * (at[:, None] - at).clamp_min(0))
+    scores = scores.tril()
+    if "normalised" in form:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return scores @ v
+
+
+def error_of(name, tensors, found, log_decay):
+    """Largest error over the largest value in the last head's first tokens. found: the output, or the gradients of query, key
+    and value; those of key and value need all later tokens, and are looked at only where all are."""
+    layout, form = CONTENDERS[name]
+
+    def head(tensor):
+        return (tensor if layout == "bhnd" else tensor.transpose(1, 2))[-1:, -1:, :CHECKED].double()
+
+    whole = tensors[0].shape[2 if layout == "bhnd" else 1] <= CHECKED
+    leaves = [head(t).detach().requires_grad_() for t in tensors[:3]]
+    right = expected(form, *leaves, log_decay.double())
+    if isinstance(found, torch.Tensor):
+        pairs = [(found, right.detach())]
+    else:
+        pairs = list(zip(found, torch.autograd.grad(right, leaves, head(tensors[3])), strict=True))[: 3 if whole else 1]
+    return float(torch.stack([(head(a) - b).abs().max() / b.abs().max() for a, b in pairs]).max())  # NaN stays NaN
+
+
+def call_of(name, way, tensors, function):
+    """way: forward, or both for the gradients too."""
+    q, k, v, grad = tensors
+    return both(function, q, k, v, grad) if way == "both" else lambda: function(q, k, v)
+
+
+def prepared(name, way, shape, dtype, drawn, row):
+    """A call that was found right and whose memory stands in the row. Raises ValueError for one that is wrong."""
+    tensors = tensors_of(name, shape, dtype, drawn)
+    call = call_of(name, way, tensors, bound_function(name, shape, dtype))
+    error = error_of(name, tensors, call(), slopes(shape[1])[-1])
+    row["errors"].setdefault(name, {})[way] = error
+    if not error <= BOUNDS[row["dtype"]][not is_ours(name)]:
+        raise ValueError(f"{error:.2g} off float64")
+    row["bytes"].setdefault(name, {})[way] = peak(call)
+    return call
+
+
+def reason(error):
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:120]
+
+
+def measure(wanted, shape, dtype, row, rounds):
+    """Adds to a row the times of contenders in turn, and why some have none. wanted: (contender, way)."""
+    drawn, calls, graphs = {}, {}, {}  # a graph reads what its call holds
+    for key in wanted:
+        name, way = key
+        try:
+            calls[key] = prepared(name, way, shape, dtype, drawn, row)
+            graphs[key] = captured(calls[key])
+        except Exception as error:  # it is left out, and the table says why
+            calls.pop(key, None)
+            row["missing"].setdefault(name, {})[way] = reason(error)
+        torch.cuda.empty_cache()
+    if not graphs:
+        return
+    turn = sum(t[0] for t in times(graphs, 1).values())
+    row["rounds"] = max(3, min(rounds, int(LINE_US / turn)))
+    for (name, way), t in times(graphs, row["rounds"]).items():
+        row["us"].setdefault(name, {})[way] = statistics.median(t)
+
+
+def sweep_line(section, shape, kind, fla, rounds):
+    """One line of a sweep. kind: the type; fla: whether its kernels are timed too, or why not."""
+    dtype = getattr(torch, kind)
+    size = math.prod(shape) * dtype.itemsize
+    row = {"section": section, "case": title_of(*shape), "dtype": kind, "tokens": shape[2], "head_size": shape[3]}
+    row |= {"tensor_bytes": size, "us": {}, "bytes": {}, "errors": {}, "missing": {}}
+    names = [n for n in CONTENDERS if n != "flash SDPA" or kind == "bfloat16" and shape[2] <= FLASH_TOKENS]
+    if fla is not True:
+        row["missing"] = {n: {"both": fla} for n in names if is_fla(n) and fla}
+        names = [n for n in names if not is_fla(n)]
+    wanted = [(n, way) for n in names for way in ("forward", "both")]
+    for group in [wanted] if size <= TOGETHER else [[key] for key in wanted]:
+        measure(group, shape, dtype, row, rounds)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(section, row["case"], kind, {n: {w: round(t, 1) for w, t in us.items()} for n, us in row["us"].items()}, flush=True)
+    for name, ways in row["missing"].items():
+        print(f"  {name}: {ways}", flush=True)
+    return row
+
+
+def compiled_at_once(tuner, pool, arguments):
+    """In the place of a tuner's choice of configurations: has them compiled by many threads before they are timed."""
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    configs = type(tuner).prune_configs(tuner, arguments)
+    with contextlib.suppress(Exception), AsyncCompileMode(pool):  # what does not compile fails again where it is timed
+        for config in configs:
+            tuner.fn.run(*tuner.nargs.values(), **{**arguments, "warmup": True}, **config.all_kwargs())
+    return configs
+
+
+@contextlib.contextmanager
+def quick_tuning(wanted=True):
+    """Has fla's kernels tuned over a few configurations, in short runs; afterwards they are tuned anew, as fla has them."""
+    if not wanted:
+        yield
+        return
+    import fla.ops.gla
+    import fla.ops.linear_attn
+    import fla.ops.simple_gla  # noqa: F401 the kernels have to be there
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    tuners = [t for t in gc.get_objects() if issubclass(type(t), Autotuner) and t.base_fn.__module__.startswith("fla.")]
+    before = [(t, dict(vars(t))) for t in tuners]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for tuner in tuners:
+            few = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages in (2, 3)]
+            tuner.configs = few or tuner.configs
+            tuner.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
+            tuner.prune_configs = functools.partial(compiled_at_once, tuner, pool)
+        try:
+            yield
+        finally:
+            for tuner, state in before:
+                vars(tuner).clear()
+                vars(tuner).update(state, cache={})
+
+
+def sweep(section, args):
+    until = time.monotonic() + args.seconds
+    with quick_tuning(args.fla and not args.full_tuning):
+        for shape in SWEPT[section]:
+            for kind in SWEPT_TYPES:
+                fla = args.fla and (time.monotonic() < until or "the sweep's seconds were up")
+                yield sweep_line(section, shape, kind, fla, args.rounds)
+
+
+def heads(args):
+    yield from sweep("heads", args)
+
+
+def lengths(args):
+    yield from sweep("lengths", args)
+
+
+# What moves
+
+
+def moved_calls(name, shape):
+    """[(forward or backward, its call, bytes of inputs and outputs)]; those bytes are of our nodes alone, else 0."""
+    if name == "NormalizedLinearAttention":
+        forward, backward, _ = normalized_nodes(*positive_operands(shape, torch.bfloat16))
+        return [("forward", forward.run, bytes_of(forward)), ("backward", backward.run, bytes_of(backward))]
+    q, k, v, grad = tensors_of(name, shape, torch.bfloat16, {})
+    function = bound_function(name, shape, torch.bfloat16)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    output = function(*leaves)
+    backward = functools.partial(torch.autograd.grad, output, leaves, grad, retain_graph=True)
+    return [("forward", lambda: function(q, k, v), 0), ("backward", backward, 0)]
+
+
+def once(name):
+    """What `moved` has ncu watch: a contender's calls, after each a kernel that marks its end."""
+    with quick_tuning(is_fla(name)):
+        for shape in MOVED:
+            for _, call, size in moved_calls(name, shape):
+                call()
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+                call()
+                torch.cuda._sleep(1)
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
+                print("io_bytes", size)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def sums_before_marks(rows):
+    """Bytes of the kernels before each marking one, from what ncu counted."""
+    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    sums, total, mark = [], 0, None
+    for row in rows:
+        if "spin_kernel" not in row["Kernel Name"]:
+            total += row["Metric Value"] * units[row["Metric Unit"]]
+        elif row["ID"] != mark:  # it has a row for each metric
+            sums.append(total)
+            total, mark = 0, row["ID"]
+    return sums
 
 
 def moved(args):
-    """Bytes of device memory that a call moves over those of its inputs and outputs (004, figure 4)."""
-    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    for shape in MOVED:
-        row = {"section": "moved", "case": title_of(*shape), "tokens": shape[2], "dram_bytes": {}, "io_bytes": {}}
-        for which in ("forward", "backward"):
-            found, lines = counted(
-                "bench.kernels.linear_attention",
-                ["dram__bytes_read.sum", "dram__bytes_write.sum"],
-                "x".join(map(str, (which, *shape))),
-            )
-            row["io_bytes"][which] = next(int(n.split()[1]) for n in lines if n.startswith("io_bytes"))
-            row["dram_bytes"][which] = sum(r["Metric Value"] * units[r["Metric Unit"]] for r in found)
-        print(row["case"], {n: f"{b / row['io_bytes'][n]:.2f} times" for n, b in row["dram_bytes"].items()}, flush=True)
-        yield row
+    """Bytes of device memory that calls move over those of our inputs and outputs (004, figure 4)."""
+    ways = "forward", "backward"
+    rows = [{"section": "moved", "case": title_of(*s), "tokens": s[2], "peers": {}, "missing": {}} for s in MOVED]
+    for name in MOVED_BY:
+        if is_fla(name) and not args.fla:
+            continue
+        try:
+            metrics = ["dram__bytes_read.sum", "dram__bytes_write.sum"]
+            found, lines = counted("bench.kernels.linear_attention", metrics, name)
+        except subprocess.CalledProcessError as error:
+            if name == MOVED_BY[0]:
+                raise  # there is nothing to set the others beside
+            said = (error.stdout + error.stderr).strip().splitlines() or [f"ended with {error.returncode}"]
+            for row in rows:
+                row["missing"][name] = said[-1][:120]
+            continue
+        sums = sums_before_marks(found)
+        sizes = [int(n.split()[1]) for n in lines if n.startswith("io_bytes")]
+        for i, row in enumerate(rows):
+            pair = dict(zip(ways, sums[2 * i : 2 * i + 2], strict=True))
+            if name == MOVED_BY[0]:
+                row |= {"dram_bytes": pair, "io_bytes": dict(zip(ways, sizes[2 * i : 2 * i + 2], strict=True))}
+            else:
+                row["peers"][name] = pair
+            print(row["case"], name, {w: f"{b / row['io_bytes'][w]:.2f} times" for w, b in pair.items()}, flush=True)
+    yield from rows
 
 
 def steps(args):
@@ -487,27 +790,89 @@ def memory_table(rows):
 
 
 def moved_table(rows):
+    peers = list(dict.fromkeys(n for r in rows for n in r.get("peers", ())))
     yield from (
         "## Device memory moved over the tensors once, by ncu, NormalizedLinearAttention, bfloat16",
         "",
-        "| case | forward | backward |",
-        "|---|---|---|",
+        "| case | forward | backward |" + "".join(f" {n}, forward | backward |" for n in peers),
+        "|---" * (3 + 2 * len(peers)) + "|",
     )
     for r in rows:
-        yield f"| {r['case']} | " + " | ".join(f"{r['dram_bytes'][n] / r['io_bytes'][n]:.2f}" for n in r["io_bytes"]) + " |"
+        pairs = [r["dram_bytes"], *(r["peers"].get(n) for n in peers)]
+        cells = [f"{p[w] / r['io_bytes'][w]:.2f}" if p else "" for p in pairs for w in r["io_bytes"]]
+        yield f"| {r['case']} | " + " | ".join(cells) + " |"
+    yield from left_out({r["case"]: {n: {"both": why} for n, why in r.get("missing", {}).items()} for r in rows})
 
 
-PARTS = {"crossing": crossing_table, "memory": memory_table, "moved": moved_table}
+def part(row, name, way):
+    """µs of a contender's forward or backward in a line of a sweep; None: it has none."""
+    us = row["us"].get(name, {})
+    if way == "forward" or len(us) < 2:
+        return us.get(way)
+    return us["both"] - us["forward"]
+
+
+def left_out(missing):
+    """Lines of what has no figures. missing: {line: {contender: {way: reason}}}."""
+    found = {}
+    for label, names in missing.items():
+        for name, ways in names.items():
+            for way, why in ways.items():
+                found.setdefault((f"{name}{' forward' * (way == 'forward')}", why), []).append(label)
+    if found:
+        yield from ("", "Without figures:", "")
+        yield from (f"- {name}: {', '.join(labels)} ({why})" for (name, why), labels in found.items())
+
+
+def sweep_table(rows):
+    """A sweep's lines by type: times forward and backward, how they compare, and memory."""
+    section = rows[0]["section"]
+    size, word = ("head_size", "head size") if section == "heads" else ("tokens", "tokens")
+    where = re.sub(r" ?\bD\d+" if section == "heads" else r" ?\bN\d+", "", rows[0]["case"])
+    for number, kind in enumerate(dict.fromkeys(r["dtype"] for r in rows)):
+        yield from [""] * min(number, 1)
+        lines = sorted((r for r in rows if r["dtype"] == kind), key=lambda r: r[size])
+        names = [n for n in CONTENDERS if any(n in r["us"] for r in lines)]
+        head = [f"| {word} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        for way in ("forward", "backward"):
+            yield from (f"## {section}: {where}, {kind}, {way}", "", *head)
+            for r in lines:
+                us = [part(r, n, way) for n in names]
+                yield f"| {r[size]} | " + " | ".join("" if t is None else f"{t:.1f}" for t in us) + " |"
+            ratios = {
+                f"{peer} / {ours}": [
+                    part(r, peer, way) / part(r, ours, way) for r in lines if part(r, peer, way) and part(r, ours, way)
+                ]
+                for ours, peer in PAIRS
+            }
+            told = [f"{n} {min(t):.2f} to {max(t):.2f}" for n, t in ratios.items() if t]
+            yield from ("", f"Times of peers over ours: {'; '.join(told)}.", "") if told else ("",)
+        yield from (f"## {section}: {where}, {kind}, allocated by forward and backward, in tensors of [B,H,N,D]", "", *head)
+        for r in lines:
+            tensors = [r["bytes"].get(n, {}).get("both") for n in names]
+            yield f"| {r[size]} | " + " | ".join("" if b is None else f"{b / r['tensor_bytes']:.2f}" for b in tensors) + " |"
+        yield from left_out({str(r[size]): r["missing"] for r in lines})
+        there = {r["case"] for r in lines}
+        absent = [title_of(*s) for s in SWEPT[section] if title_of(*s) not in there]
+        yield from ("", f"Not measured: {', '.join(absent)}.") if absent else ()
+
+
+PARTS = {"crossing": crossing_table, "memory": memory_table, "moved": moved_table, "heads": sweep_table, "lengths": sweep_table}
 
 
 def table(report):
     """The lines as markdown; the worst are shown as the best are."""
+    floor = " The floor: bytes that must move at 4.25 TB/s." if any("floor_us" in r for r in report["rows"]) else ""
+    fewest = min((r["rounds"] for r in report["rows"] if "rounds" in r), default=report["rounds"])
+    rounds = report["rounds"] if fewest == report["rounds"] else f"{fewest} to {report['rounds']}"
     lines = [
-        f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {report['rounds']} graph replays "
-        f"in µs, L2 flushed; a graph of one tiny node takes {report['empty_graph_us']:.1f}. The floor: bytes that must "
-        "move at 4.25 TB/s.",
+        f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {rounds} graph replays "
+        f"in µs, L2 flushed; a graph of one tiny node takes {report['empty_graph_us']:.1f}.{floor}",
         "",
     ]
+    if any(r["section"] in SWEPT for r in report["rows"]):
+        products, tuning = report["fla_float32_products"], report["fla_tuning_of_sweeps"]
+        lines += [f"In the sweeps fla's kernels are tuned over {tuning}; their float32 products are {products}.", ""]
     lines += [report["note"], ""] if "note" in report else []  # written by hand, of what the figures do not say
     for section in dict.fromkeys(r["section"] for r in report["rows"]):
         rows = [r for r in report["rows"] if r["section"] == section]
@@ -521,7 +886,7 @@ def table(report):
                 "",
             ]
             continue
-        if section in ("crossing", "memory", "moved"):
+        if section in PARTS:
             lines += [*PARTS[section](rows), ""]
             continue
         names = list(dict.fromkeys(n for r in rows for n in r["us"]))
@@ -558,6 +923,9 @@ def main():
     )
     parser.add_argument("--no-fla", dest="fla", action="store_false")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="a sweep's, after which fla is left out of its lines")
+    parser.add_argument("--add", action="store_true", help="keeps the other sections that OUT.json has")
+    parser.add_argument("--full-tuning", action="store_true", help="heads, lengths: of fla's kernels, which takes an hour")
     parser.add_argument("--auto-rounds", type=int, default=9)
     parser.add_argument("--auto-keys", type=int, default=0, help="auto: of the shapes those with more key columns alone")
     parser.add_argument("--once", help=argparse.SUPPRESS)
@@ -565,7 +933,7 @@ def main():
     torch.manual_seed(0)
     if args.once:
         return once(args.once)
-    word = torch.zeros(1, device="cuda")
+    word = torch.zeros(1, device=DEVICE)
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
     report = {
         "date": datetime.date.today().isoformat(),
@@ -576,14 +944,19 @@ def main():
         "empty_graph_us": empty,
         "copy_bytes_per_us": COPY_BYTES_PER_US,
         "fla_float32_products": os.environ.get("TRITON_F32_DEFAULT", "tf32"),
+        "fla_tuning_of_sweeps": "all configurations" if args.full_tuning else "configurations of 4 warps, 2 or 3 stages",
         "rows": [],
     }
-    for name in args.only.split(","):
-        for row in globals()[name](args):
+    wanted = args.only.split(",")
+    if args.add:
+        before = json.loads(Path(args.out).with_suffix(".json").read_text())["rows"]
+        report["rows"] = [r for r in before if r["section"] not in wanted]
+    for name in wanted:
+        for row in globals()[name](args):  # what is measured is kept where the rest is not
             report["rows"].append(row)
             torch.cuda.empty_cache()
-        Path(args.out).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        Path(args.out).with_suffix(".md").write_text(table(report))
+            Path(args.out).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+            Path(args.out).with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,9 @@ SHAPES["llama-3-8b"] = dict(
     num_key_value_heads=8,
     tie_word_embeddings=False,
 )
+SHAPES["llama-3-70b"] = SHAPES["llama-3-8b"] | dict(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+)
 SHAPES["qwen2.5-7b"] = dict(
     model_type="qwen2",
     vocab_size=152064,

@@ -1,13 +1,15 @@
-"""Decode steps of Llama-3.2-1B's shape on one GPU and, tensor or context parallel, on several.
+"""Decode steps and continuous batching of a decoder on one GPU and, tensor or context parallel, on several.
 
-    python -m bench.models.tensor_parallel STEM [--gpus 2] [--layers 16] [--context 1024] [--batches 1,16] [--dtype float16]
-        [--share heads|context]
+    python -m bench.models.tensor_parallel STEM [--shape llama-3.2-1b] [--layers N] [--gpus 2] [--context 1024] [--batches 1,16]
+        [--dtype float16] [--share heads|context] [--serve] [--work FOLDER]
 
 Random weights, made here; needs as many GPUs, onnxruntime-gpu and the extras export and models. Two minutes at most with 16
-cores. First a decoder of two such layers in float32, without TF32: the tokens of all prompts have to be the same on one GPU and
-on several. Then steps of one token a request behind `context` tokens, captured as CUDA graphs: 20 to warm up, 100 timed one by
-one, with the copy of the logits to the host (step) and without (graph). Medians and 90th percentiles, µs. Writes STEM.json and
-STEM.md.
+cores for the smallest shape. First a decoder of two such layers in float32, without TF32: the tokens of all prompts have to be
+the same on one GPU and on several. Then steps of one token a request behind `context` tokens, captured as CUDA graphs: 20 to
+warm up, 100 timed one by one, with the copy of the logits to the host (step) and without (graph). Medians and 90th percentiles,
+µs.
+--serve: ContinuousBatch too, with the requests of bench.models.vllm, 256 at once and 64 running, answer tokens a second, the
+better of two rounds after one to warm up; and its tokens in float32. Writes STEM.json and STEM.md.
 """
 
 import argparse
@@ -15,53 +17,52 @@ import datetime
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
+from bench.models.serving import BLOCK, SHAPES, config_of, requests
+from bench.models.vllm import SERVING
 from leanfleet import driver, ranks
 from leanfleet.decoder_contract import WORLD
 
-SHAPE = dict(
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    vocab_size=128256,
-    rope_theta=500000.0,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 CHECKED = dict(layers=2, dtype="float32", new=24)  # the decoder whose tokens are compared
+CHECKED_REQUESTS = dict(requests=24, prompt=120, answer=24, running=8, step_tokens=256)
+SERVED = 2  # timed rounds
 WARM, TIMED = 20, 100
 STEPS = 2 * (WARM + TIMED) + 8
 PIECE = 4096  # tokens of the context that are read together: what layers compute for them takes memory
 
 
+NAMES = {"llama-3.2-1b": "Llama-3.2-1B's shape", "llama-3-8b": "Llama-3-8B's shape", "llama-3-70b": "Llama-3-70B's shape"}
+VOCABULARY = 128256  # of all of them
 OPTIONS = {"heads": "tensor_parallel", "context": "context_parallel"}  # of export_decoder, by what is shared out
 
 
-def export(folder, layers, dtype, world, positions, share):
+def export(shape, folder, layers, dtype, world, positions, share, serve):
     """A process of its own. All make the same weights: from one seed, on the same GPU."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     from leanfleet.export import export_decoder
+    from leanfleet.export.serving import add_serving
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(num_hidden_layers=layers, max_position_embeddings=positions, **SHAPE)
+    config = config_of(shape, layers)
+    config.max_position_embeddings = positions
     there = "cuda" if torch.cuda.is_available() else "cpu"  # billions of random numbers take the CPU long
     with torch.device(there):
         torch.set_default_dtype(getattr(torch, dtype))
-        model = transformers.AutoModelForCausalLM.from_config(config).to("cpu").eval()
+        model = AutoModelForCausalLM.from_config(config).to("cpu").eval()
         torch.set_default_dtype(torch.float32)
     export_decoder(model, folder, verify=False, **({} if world == 1 else {OPTIONS[share]: world}))
+    if serve:
+        add_serving(model, folder, block=BLOCK, verify=False)
 
 
 def in_process(*arguments):
@@ -69,15 +70,20 @@ def in_process(*arguments):
     ranks.launch(ranks.python("-m", "bench.models.tensor_parallel", *map(str, arguments)), 1)
 
 
+def join():
+    """(device, rank or None, communicator or None) of this process."""
+    here = ranks.place()
+    if here is None or here.world == 1:
+        return "cuda:0", None, None
+    return f"cuda:{here.local}", here.rank, ranks.join(WORLD, "nccl", here.local)
+
+
 def load(folder, options):
     """(decoder, its communicator or None) of this process's rank."""
     from leanfleet.ort_ops import load_decoder
     from leanfleet.ort_ops.sessions import CUDA
 
-    here = ranks.place()
-    parallel = here is not None and here.world > 1
-    joined = ranks.join(WORLD, "nccl", here.local) if parallel else None
-    device, rank = (f"cuda:{here.local}", here.rank) if parallel else ("cuda:0", None)
+    device, rank, joined = join()
     graph = options.get("enable_cuda_graph") == "1"
     return load_decoder(folder, [(CUDA, options)], cuda_graph=graph, device=device, rank=rank), joined
 
@@ -88,7 +94,7 @@ def tokens(folder, out):
 
     decoder, joined = load(folder, {"use_tf32": "0"})
     random = np.random.default_rng(0)
-    prompts = [random.integers(3, SHAPE["vocab_size"], n).tolist() for n in (1, 9, 40, 300)]
+    prompts = [random.integers(3, VOCABULARY, n).tolist() for n in (1, 9, 40, 300)]
     found, _ = generate(decoder, prompts, CHECKED["new"], stop_tokens=[])
     finish(out, found, joined)
 
@@ -97,6 +103,33 @@ def steps(folder, out, batches, context):
     """Writes the seconds of captured steps, by batch."""
     decoder, joined = load(folder, {"enable_cuda_graph": "1"})
     found = {batch: measured(decoder, batch, context) for batch in batches}
+    finish(out, found, joined)
+
+
+def serve(folder, out, checked):
+    """Writes {"tokens": of all requests, "seconds": of each timed round} of continuous batching with captured steps."""
+    from leanfleet.ort_ops.serving import ContinuousBatch
+    from leanfleet.ort_ops.sessions import CUDA
+    from leanfleet.together import together
+
+    sizes = CHECKED_REQUESTS if checked else SERVING
+    work = requests(sizes["requests"], sizes["prompt"], sizes["answer"], VOCABULARY)
+    pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: sizes["running"]])
+    device, rank, joined = join()
+    providers = [(CUDA, {"use_tf32": "0"} if checked else {})]
+    limits = pages, sizes["running"], sizes["step_tokens"]
+    batch = ContinuousBatch(folder, *limits, providers, cuda_graph=True, share=False, device=device, rank=rank)
+    found = {"seconds": []}
+    with nullcontext(True) if joined is None else together(batch) as leads:
+        for turn in range(1 if checked else 1 + SERVED):
+            if not leads:
+                break
+            begin = time.perf_counter()
+            asked = [batch.add(prompt, count, stop_tokens=()) for prompt, count in work]
+            batch.run()
+            if turn or checked:
+                found["seconds"].append(time.perf_counter() - begin)
+            found["tokens"] = [list(map(int, r.tokens)) for r in asked] if checked else sum(len(r.tokens) for r in asked)
     finish(out, found, joined)
 
 
@@ -114,7 +147,7 @@ def measured(decoder, batch, context):
     for begin in range(0, context, PIECE):
         new = np.full(batch, min(PIECE, context - begin), np.int32)
         lens = lens + new
-        runner.run(random.integers(3, SHAPE["vocab_size"], (batch, int(new[0]))), lens, new)
+        runner.run(random.integers(3, VOCABULARY, (batch, int(new[0]))), lens, new)
     one, new = np.ones((batch, 1), np.int64), np.ones(batch, np.int32)
     for _ in range(WARM):
         lens = lens + 1
@@ -137,8 +170,10 @@ def measured(decoder, batch, context):
 def table(report):
     gpus = report["gpus"]
     shared = ", whose tokens are shared out" if report.get("share") == "context" else ""
+    shape = NAMES[report.get("shape", "llama-3.2-1b")]
     lines = [
-        f"{report['layers']} layers of Llama-3.2-1B's shape, {report['dtype']}, {report['context']} tokens of context{shared}, "
+        f"{report['layers']} layers of {shape}, {report['dtype']}, "
+        f"{report['context']} tokens of context{shared}, "
         f"{report['gpu']}. Tokens in float32 on {gpus} GPUs {'equal' if report['tokens_equal'] else 'DIFFER FROM'} one's.",
         "",
         f"| batch | | one GPU, µs | {gpus} GPUs, µs | speed-up |",
@@ -147,6 +182,14 @@ def table(report):
     for row in report["rows"]:
         one, several = row["one_us"], row["several_us"]
         lines.append(f"| {row['batch']} | {row['what']} | {one:.0f} | {several:.0f} | {one / several:.2f} |")
+    if (served := report.get("serving")) is not None:
+        one, several = served["one"], served["several"]
+        same = "equal" if served["tokens_equal"] else "DIFFER FROM"
+        lines += [
+            "",
+            f"Continuous batching, {SERVING['requests']} requests at once and {SERVING['running']} running: {one:.0f} answer "
+            f"tokens a second on one GPU, {several:.0f} on {gpus} ({several / one:.2f}). Tokens in float32 {same} one's.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -156,24 +199,26 @@ def summary(samples):
 
 def measure(arguments, work):
     """The report."""
-    batches, several = arguments.batches, arguments.gpus
-    jobs = [("check", CHECKED["layers"], CHECKED["dtype"]), ("timed", arguments.layers, arguments.dtype)]
+    batches, several, shape = arguments.batches, arguments.gpus, arguments.shape
+    layers = arguments.layers or SHAPES[shape]["num_hidden_layers"]
+    jobs = [("check", CHECKED["layers"], CHECKED["dtype"]), ("timed", layers, arguments.dtype)]
     positions = max(8192, arguments.context + STEPS)
     exports = [
-        (work / f"{name}{world}", layers, dtype, world, positions, arguments.share)
-        for name, layers, dtype in jobs
+        (shape, work / f"{name}{world}", deep, dtype, world, positions, arguments.share, int(arguments.serve))
+        for name, deep, dtype in jobs
         for world in (1, several)
     ]
     begun = time.monotonic()
     with ThreadPoolExecutor(len(exports)) as pool:
-        list(pool.map(lambda job: in_process("export", *job), exports))
+        list(pool.map(lambda job: in_process("export", *job), [job for job in exports if not job[1].exists()]))
     exported = time.monotonic() - begun
+    actions = [("tokens", "check", []), ("steps", "timed", [",".join(map(str, batches)), arguments.context])]
+    if arguments.serve:
+        actions += [("serve", "check", [1]), ("serve", "timed", [0])]
     for world in (1, several):
-        for action, folder, more in (
-            ("tokens", work / f"check{world}", []),
-            ("steps", work / f"timed{world}", [",".join(map(str, batches)), arguments.context]),
-        ):
-            command = ["-m", "bench.models.tensor_parallel", action, folder, work / f"{action}{world}.json", *more]
+        for action, name, more in actions:
+            result = work / f"{action}_{name}{world}.json"
+            command = ["-m", "bench.models.tensor_parallel", action, work / f"{name}{world}", result, *more]
             ranks.launch(ranks.python(*map(str, command)), world, seconds=arguments.seconds)
     read = {path.stem: json.loads(path.read_text()) for path in work.glob("*.json")}
     rows = []
@@ -181,21 +226,33 @@ def measure(arguments, work):
         for what in ("graph", "step"):
             row = {"batch": batch, "what": what}
             for name, world in (("one", 1), ("several", several)):
-                row[f"{name}_us"], row[f"{name}_p90_us"] = summary(read[f"steps{world}"][str(batch)][what])
+                row[f"{name}_us"], row[f"{name}_p90_us"] = summary(read[f"steps_timed{world}"][str(batch)][what])
             rows.append(row)
+    served = {}
+    if arguments.serve:
+        one, other = (read[f"serve_timed{world}"] for world in (1, several))
+        checked = [read[f"serve_check{world}"]["tokens"] for world in (1, several)]
+        served["serving"] = {
+            "one": one["tokens"] / min(one["seconds"]),
+            "several": other["tokens"] / min(other["seconds"]),
+            "tokens_equal": checked[0] == checked[1],
+            "tokens_compared": sum(map(len, checked[0])),
+        }
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": driver.gpus()[0].name,
         "gpus": several,
         "cores": os.cpu_count(),
-        "layers": arguments.layers,
+        "shape": shape,
+        "layers": layers,
         "dtype": arguments.dtype,
         "context": arguments.context,
         "share": arguments.share,
         "export_s": exported,
-        "tokens_equal": read["tokens1"] == read[f"tokens{several}"],
-        "tokens_compared": sum(map(len, read["tokens1"])),
+        "tokens_equal": read["tokens_check1"] == read[f"tokens_check{several}"],
+        "tokens_compared": sum(map(len, read["tokens_check1"])),
         "rows": rows,
+        **served,
     }
 
 
@@ -203,12 +260,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", metavar="STEM")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--shape", choices=NAMES, default="llama-3.2-1b")
+    parser.add_argument("--layers", type=int, help="(default: the shape's)")
+    parser.add_argument("--serve", action="store_true", help="continuous batching too")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16])
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--share", choices=OPTIONS, default="heads", help="what ranks share (default: %(default)s)")
-    parser.add_argument("--work", help="a folder for the exported decoders (default: one that is removed)")
+    parser.add_argument("--work", help="a folder for exported decoders, taken as they are where they stand (default: removed)")
     parser.add_argument("--seconds", type=float, default=60.0, help="that ranks may take before they are ended")
     arguments = parser.parse_args()
     if (problem := driver.why_no_gpu()) or len(driver.gpus()) < arguments.gpus:
@@ -226,19 +285,20 @@ def worker(action, *given):
     """What the processes of measure do."""
     ranks.end_with_parent()
     if action == "export":
-        folder, layers, dtype, world, positions, share = given
-        export(folder, int(layers), dtype, int(world), int(positions), share)
+        shape, folder, layers, dtype, world, positions, share, served = given
+        export(shape, folder, int(layers), dtype, int(world), int(positions), share, served == "1")
     elif action == "tokens":
         tokens(*given)
+    elif action == "serve":
+        folder, out, checked = given
+        serve(folder, out, checked == "1")
     else:
         folder, out, batches, context = given
         steps(folder, out, [int(n) for n in batches.split(",")], int(context))
 
 
 if __name__ == "__main__":
-    import sys
-
-    if sys.argv[1:2] and sys.argv[1] in ("export", "tokens", "steps"):
+    if sys.argv[1:2] and sys.argv[1] in ("export", "tokens", "steps", "serve"):
         worker(*sys.argv[1:])
     else:
         main()

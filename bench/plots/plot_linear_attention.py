@@ -3,7 +3,9 @@
     python -m bench.plots.plot_linear_attention bench/results/linear_attention_h200.json FOLDER [--tag h200]
 
 Speed beside flash-linear-attention; time over that of the memory traffic alone; speed beside flash SDPA by length; and the
-memory that forward and backward allocate.
+memory that forward and backward allocate. Of the sweeps, in the form of the papers' figures: time by head size and by length,
+memory by both (004, figures 2 and 3), speed over flash attention by length (003, figure 2), and bytes moved (004, figure 4).
+Only those are drawn whose sections the JSON has.
 """
 
 import argparse
@@ -166,6 +168,208 @@ def memory(report, out):
         plotting.log_axis(axes.yaxis, [y for points in series.values() for _, y in points], " GiB")
 
 
+# The sweeps
+
+# {contender: (its name in a plot, colour)}; the tables have more of them
+CONTENDERS = {
+    "NormalizedLinearAttention": ("NormalizedLinearAttention", plotting.BLUE),
+    "CausalLinearDecay, decay": ("CausalLinearDecay", plotting.GREEN),
+    "chunk_linear_attn": ("fla chunk_linear_attn", plotting.RED),
+    "chunk_simple_gla, decay": ("fla chunk_simple_gla", plotting.AMBER),
+    "chunk_gla": ("fla chunk_gla", plotting.PURPLE),
+    "flash SDPA": ("flash SDPA", plotting.GREY),
+}
+# (ours, the fla kernel that computes the like)
+PAIRS = [
+    ("NormalizedLinearAttention", "chunk_linear_attn"),
+    ("CausalLinearDecay, decay", "chunk_simple_gla, decay"),
+    ("CausalLinearDecay, decay", "chunk_gla"),
+]
+SIZES = {"heads": "head_size", "lengths": "tokens"}
+
+
+def part(row, name, way):
+    """µs of a contender's forward or backward in a line of a sweep; None: it has none."""
+    us = row["us"].get(name, {})
+    if way == FORWARD or len(us) < 2:
+        return us.get(way)
+    return us["both"] - us[FORWARD]
+
+
+def sweep(report, section, kind="bfloat16"):
+    return sorted((r for r in rows_of(report, section) if r["dtype"] == kind), key=lambda r: r[SIZES[section]])
+
+
+def contender_lines(axes, rows, number, title):
+    """A line for each contender over head sizes or tokens. number: of a row and a contender, or None. Returns the numbers."""
+    size, values = SIZES[rows[0]["section"]], []
+    for at, (name, (label, color)) in enumerate(CONTENDERS.items()):
+        points = [(row[size], y) for row in rows if (y := number(row, name)) is not None and y > 0]
+        if points:
+            marker, dashes = plotting.MARKERS[at % len(plotting.MARKERS)], plotting.DASHES[at % len(plotting.DASHES)]
+            axes.plot(*zip(*points), dashes, marker=marker, color=color, label=label, markeredgecolor=plotting.CARD)
+            values += [y for _, y in points]
+    axes.set_title(title)
+    ticks = [row[size] for row in rows]
+    plotting.token_axis(axes, ticks if len(ticks) < 9 else ticks[::-2], size.replace("_", " "))
+    return values
+
+
+def legend(figure):
+    """One for all axes, below them."""
+    found = {}
+    for axes in figure.axes:
+        found |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
+    labels = [label for label, _ in CONTENDERS.values() if label in found]
+    figure.legend([found[label] for label in labels], labels, loc="outside lower center", ncols=3)
+
+
+def beside_fla(rows):
+    """What a sweep says of speed, forward and backward, in a sentence."""
+    said = {}
+    for ours, peer in PAIRS:
+        times = [(part(r, peer, way), part(r, ours, way)) for r in rows for way in (FORWARD, BACKWARD)]
+        ratios = [other / own for other, own in times if other and own]
+        if ratios:
+            said.setdefault(CONTENDERS[ours][0], []).append(f"{plotting.span(ratios)} that of {CONTENDERS[peer][0]}")
+    if not said:
+        return "Time of forward and backward"
+    return "Speed in bfloat16: " + "; ".join(f"{name} {', '.join(ratios)}" for name, ratios in said.items())
+
+
+def sweep_times(report, out, section, what):
+    kinds = [kind for kind in ("bfloat16", "float32") if sweep(report, section, kind)]
+    title = beside_fla(sweep(report, section))
+    note = where(report, f"{what}. fla: float32 products in TF32; tuned over {report['fla_tuning_of_sweeps']}.")
+    with plotting.page(out, title, note, 2.6 * len(kinds) + 0.6) as figure:
+        for line, kind in zip(figure.subplots(len(kinds), 2, squeeze=False), kinds):
+            for axes, way in zip(line, (FORWARD, BACKWARD)):
+                rows = sweep(report, section, kind)
+
+                def milliseconds(row, name, way=way):
+                    us = part(row, name, way)
+                    return us and us / 1e3
+
+                plotting.log_axis(axes.yaxis, contender_lines(axes, rows, milliseconds, f"{way}, {kind}"), " ms")
+        legend(figure)
+
+
+def heads(report, out):
+    """How does time grow with the head size?"""
+    batch, number, tokens, _ = sizes(rows_of(report, "heads")[0])
+    sweep_times(report, out, "heads", f"{tokens} tokens, batch {batch}, {number} heads")
+
+
+def lengths(report, out):
+    """How does time grow with the length?"""
+    batch, number, _, dim = sizes(rows_of(report, "lengths")[0])
+    sweep_times(
+        report,
+        out,
+        "lengths",
+        f"Batch {batch}, {number} heads of {dim}; lines end where memory ran out or nothing was measured",
+    )
+
+
+def beside_flash(report):
+    return [r for r in sweep(report, "lengths") if part(r, "flash SDPA", BACKWARD)]
+
+
+def over_flash(report, out):
+    """From which length on are linear operators faster than flash attention, and by how much?"""
+    rows = beside_flash(report)
+    batch, number, _, dim = sizes(rows[0])
+    last = [part(rows[-1], "flash SDPA", way) / part(rows[-1], "NormalizedLinearAttention", way) for way in (FORWARD, BACKWARD)]
+    title = (
+        f"At {plotting.tokens(rows[-1]['tokens'])} tokens NormalizedLinearAttention is {plotting.span(last)} as fast as flash "
+        "attention"
+    )
+    what = f"Batch {batch}, {number} heads of {dim}, bfloat16, causal. Time of PyTorch's flash SDPA over each"
+    with plotting.page(out, title, where(report, f"{what}."), 3.2) as figure:
+        for axes, way in zip(figure.subplots(1, 2), (FORWARD, BACKWARD)):
+
+            def ratio(row, name, way=way):
+                own, flash = part(row, name, way), part(row, "flash SDPA", way)
+                return flash / own if own and flash and name != "flash SDPA" else None
+
+            plotting.ratio_axis(axes.yaxis, contender_lines(axes, rows, ratio, way), log=True)
+        legend(figure)
+
+
+def sweep_memory(report, out):
+    """How much memory do forward and backward allocate, by length and by head size?"""
+    found = {section: sweep(report, section) for section in ("lengths", "heads")}
+    found = {section: rows for section, rows in found.items() if rows}
+
+    def gigabytes(row, name):
+        taken = row["bytes"].get(name, {}).get("both")
+        return taken and taken / 2**30
+
+    ratios = {
+        peer: [
+            gigabytes(r, peer) / gigabytes(r, "NormalizedLinearAttention")
+            for rows in found.values()
+            for r in rows
+            if gigabytes(r, peer) and gigabytes(r, "NormalizedLinearAttention")
+        ]
+        for peer in ("chunk_linear_attn", "chunk_gla", "flash SDPA")
+    }
+    said = [f"{CONTENDERS[peer][0]} {plotting.span(r)}" for peer, r in ratios.items() if r]
+    title = f"Memory over NormalizedLinearAttention's: {', '.join(said)}" if said else "Memory of forward and backward"
+    shapes = {section: sizes(rows[0]) for section, rows in found.items()}
+    words = {
+        "lengths": lambda b, h, n, d: f"batch {b}, {h} heads of {d}",
+        "heads": lambda b, h, n, d: f"batch {b}, {h} heads, {plotting.tokens(n)} tokens",
+    }
+    note = where(report, "Allocated by forward and backward beside their inputs, bfloat16, by PyTorch's count.")
+    with plotting.page(out, title, note, 3.2) as figure:
+        for axes, (section, rows) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
+            values = contender_lines(axes, rows, gigabytes, words[section](*shapes[section]))
+            plotting.log_axis(axes.yaxis, values, " GiB")
+        legend(figure)
+
+
+def moved(report, out):
+    """How many bytes of device memory do calls move?"""
+    rows = rows_of(report, "moved")
+    ours = "NormalizedLinearAttention"
+
+    def groups(way):
+        return {
+            f"{plotting.tokens(r['tokens'])} tokens": [
+                (CONTENDERS[name][0], found[way] / 1e9, name in (ours, "CausalLinearDecay, decay"))
+                for name in CONTENDERS
+                if (found := r["dram_bytes"] if name == ours else r["peers"].get(name))
+            ]
+            for r in rows
+        }
+
+    times = {
+        name: [r["peers"][name][w] / r["dram_bytes"][w] for r in rows if name in r["peers"] for w in (FORWARD, BACKWARD)]
+        for name in ("chunk_linear_attn", "chunk_gla", "flash SDPA")
+    }
+    said = [f"{CONTENDERS[name][0]} {plotting.span(t)}" for name, t in times.items() if t]
+    title = f"Bytes moved over NormalizedLinearAttention's: {', '.join(said)}"
+    batch, heads, _, dim = sizes(rows[0])
+    note = where(
+        report, f"Device memory read and written by a call, counted by ncu; bfloat16, batch {batch}, {heads} heads of {dim}."
+    )
+    with plotting.page(out, title, note, plotting.height_of(groups(FORWARD)) + 0.3) as figure:
+        for axes, way in zip(figure.subplots(1, 2), (FORWARD, BACKWARD)):
+            plotting.value_bars(axes, groups(way), lambda value: f"{value:.2f}", "GB")
+            axes.set_title(way)
+            axes.margins(x=0.16)
+            axes.tick_params(axis="y", labelleft=way == FORWARD)
+
+
+# {name: (what draws it, whether a report has what it needs)}
+SWEEPS = {
+    "linear_heads": (heads, lambda report: rows_of(report, "heads")),
+    "linear_lengths": (lengths, lambda report: rows_of(report, "lengths")),
+    "linear_over_flash": (over_flash, beside_flash),
+    "linear_sweeps_memory": (sweep_memory, lambda report: rows_of(report, "lengths")),
+    "linear_moved": (moved, lambda report: any(r.get("peers") for r in rows_of(report, "moved"))),
+}
 PICTURES = {
     "linear_attention": speed,
     "linear_attention_floor": floor,
@@ -174,15 +378,24 @@ PICTURES = {
 }
 
 
+def draw(report, folder, tag):
+    """Draws what the report has the sections for; returns the files."""
+    sections = {r["section"] for r in report["rows"]}
+    wanted = {} if sections <= {"heads", "lengths", "moved"} else dict(PICTURES)
+    wanted |= {name: make for name, (make, there) in SWEEPS.items() if there(report)}
+    files = {folder / f"{name}_{tag}.svg": make for name, make in wanted.items()}
+    for path, make in files.items():
+        make(report, path)
+    return list(files)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tag", default="h200", help="how the names of the plots end: the machine (default: %(default)s)")
     args = parser.parse_args()
-    report = json.loads(args.json.read_text())
-    for name, draw in PICTURES.items():
-        draw(report, args.folder / f"{name}_{args.tag}.svg")
+    draw(json.loads(args.json.read_text()), args.folder, args.tag)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Plots of the training runs, from the JSON that train_parity.py writes. They need matplotlib.
+"""Plots of the training runs, from the JSON that train_parity.py and train_scale.py write. They need matplotlib.
 
 python -m bench.plots.plot_training parity bench/results/train_parity_h200.json OUT.svg
 python -m bench.plots.plot_training speed bench/results/train_speed_h200.json OUT.svg
+python -m bench.plots.plot_training scale SCALE.json OUT.svg              of train_scale train
+python -m bench.plots.plot_training scale_speed SPEED.json OUT.svg        of train_scale speed
 """
 
 import argparse
@@ -13,10 +15,19 @@ from leanfleet import plotting
 
 WIDTH = 25  # steps that a point of a curve is the mean of
 WARMUP = 100  # steps
+BEGIN = 0.1  # of a run's tokens: what comes before it would take the scale
 NAMES = {
     "leanfleet": "leanfleet",
     "flash SDPA": "flash SDPA (softmax)",
     "fla": "flash-linear-attention",
+    "pytorch": "plain PyTorch, in chunks",
+}
+WAYS = {  # of train_scale
+    "ours": "leanfleet",
+    "softmax": "softmax",
+    "fla": "flash-linear-attention",
+    "fla-unit": "flash-linear-attention, unit rows",
+    "gla": "gated linear attention (fla)",
     "pytorch": "plain PyTorch, in chunks",
 }
 
@@ -115,13 +126,95 @@ def speed(result, out):
         plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:.2f}", "million tokens a second")
 
 
+def measured(result, key="tokens_per_second"):
+    return [row for row in result["rows"] if key in row]
+
+
+def scale_title(rows, context):
+    """What it says of ours beside the others, if it is there."""
+    ours = next((row for row in rows if row["way"] == "ours"), None)
+    others = [row for row in rows if row is not ours]
+    if ours is None or not others:
+        return f"Validation loss by tokens and by time, context {context}"
+    speeds = (
+        f"{plotting.times(ours['steady_tokens_per_second'] / row['steady_tokens_per_second'])} the speed of {WAYS[row['way']]}"
+        for row in others
+    )
+    end = "after the same tokens" if all(row["tokens"] == ours["tokens"] for row in others) else "at the end"
+    losses = {WAYS[row["way"]]: row["final_validation"] for row in (ours, *others) if row["final_validation"] is not None}
+    return (
+        f"At a context of {context}, leanfleet trains at {' and '.join(speeds)}; loss {end}: "
+        f"{', '.join(f'{name} {loss:.3f}' for name, loss in losses.items())}"
+    )
+
+
+def scale(result, out):
+    """How fast does the loss fall, by tokens and by the clock?"""
+    rows = measured(result)
+    tokens = result["batch_tokens"] / 1e6  # millions a step
+    first = BEGIN * result["steps_planned"]
+    note = (
+        f"{result['gpus']} x {result['device']}, {result['date']}, {result['arithmetic']}. {result['shape']}'s shape "
+        f"({rows[0]['parameters'] / 1e6:.0f}M parameters) over bytes, {result['batch_tokens']:,} tokens a step; the same "
+        "weights at the start, text and order. Points: held-out text. Lines: training. The clock starts with a way's first "
+        "step; validation is not on it."
+    )
+    with plotting.page(out, scale_title(rows, plotting.tokens(result["context"])), note, 5.2) as figure:
+        by_tokens, by_clock = figure.subplots(2, 1)
+        for number, row in enumerate(rows):
+            look = {"color": plotting.SERIES[number % len(plotting.SERIES)]}
+            style, marker = plotting.DASHES[number % len(plotting.DASHES)], plotting.MARKERS[number % len(plotting.MARKERS)]
+            for axes, unit in ((by_tokens, "step"), (by_clock, "seconds")):
+                for kind in ("train", "validation"):
+                    series = row[kind]
+                    points = [
+                        (step * tokens if unit == "step" else second - row["setup_seconds"], loss)
+                        for step, second, loss in zip(series["step"], series["seconds"], series["loss"])
+                        if step >= first and loss is not None
+                    ]
+                    if not points:
+                        continue
+                    if kind == "train":
+                        axes.plot(*zip(*points), style, linewidth=0.9, alpha=0.75, **look)
+                    else:
+                        name = WAYS[row["way"]] if axes is by_tokens else None
+                        axes.plot(*zip(*points), marker, markersize=5, markeredgecolor=plotting.CARD, label=name, **look)
+        by_tokens.set(title="loss, nats a byte, by millions of tokens", xlim=(0, None))
+        by_clock.set(title="the same by seconds of training", xlabel="seconds", xlim=(0, None))
+        figure.legend(loc="outside lower center", ncols=len(rows), handletextpad=0.1)
+
+
+def scale_speed(result, out):
+    """How many tokens a second do larger shapes train?"""
+    groups, ratios = {}, {}
+    for row in measured(result):
+        context = f"{row['shape']}, context {plotting.tokens(row['context'])}"
+        groups.setdefault(context, []).append((WAYS[row["way"]], row["tokens_per_second"] / 1000, row["way"] == "ours"))
+    for found in groups.values():
+        speeds = {name: value for name, value, _ in found}
+        for name, value in speeds.items():
+            if WAYS["ours"] in speeds and name != WAYS["ours"]:
+                ratios.setdefault(name, []).append(speeds[WAYS["ours"]] / value)
+    compared = " and ".join(f"{plotting.span(found)} the speed of {name}" for name, found in ratios.items())
+    title = f"leanfleet trains at {compared}" if compared else "Tokens a second in training"
+    note = (
+        f"{result['gpus']} x {result['device']}, {result['date']}, {result['arithmetic']}. Pythia's shapes over bytes; "
+        "thousands of tokens a second of all GPUs together, by the median step."
+    )
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:,.0f}", "thousand tokens a second")
+
+
+PLOTS = {"parity": parity, "speed": speed, "scale": scale, "scale_speed": scale_speed}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("parity", "speed"))
+    parser.add_argument("what", choices=PLOTS)
     parser.add_argument("json", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    {"parity": parity, "speed": speed}[args.what](json.loads(args.json.read_text()), args.out)
+    PLOTS[args.what](json.loads(args.json.read_text()), args.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #include "torch/adapter.h"
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 
 #include <cstring>
@@ -76,7 +77,16 @@ struct Torch {
 };
 Torch torch;
 
+// Errors leave a kernel as exceptions, and PyTorch's C++ runtime has to know them: none where this library holds another one.
+bool shares_runtime() {
+  Dl_info here, runtime;
+  return dladdr(&torch, &here) == 0 || dladdr(reinterpret_cast<void*>(abi::__cxa_current_exception_type), &runtime) == 0 ||
+         here.dli_fbase != runtime.dli_fbase;
+}
+
+// NULL, or what stands in the way.
 const char* attach(void* handle) {
+  if (!shares_runtime()) return "libleanfleet is linked with a C++ runtime of its own; link the shared one";
 #define LEANFLEET_TORCH_FIND(name, result, parameters)                       \
   torch.name = reinterpret_cast<result(*) parameters>(dlsym(handle, #name)); \
   if (torch.name == nullptr) return #name;
