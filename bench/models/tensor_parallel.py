@@ -60,6 +60,7 @@ def export(shape, folder, layers, dtype, world, positions, share, serve):
         torch.set_default_dtype(getattr(torch, dtype))
         model = AutoModelForCausalLM.from_config(config).to("cpu").eval()
         torch.set_default_dtype(torch.float32)
+    torch.cuda.empty_cache()  # the other exports' models need it
     export_decoder(model, folder, verify=False, **({} if world == 1 else {OPTIONS[share]: world}))
     if serve:
         add_serving(model, folder, block=BLOCK, verify=False)
