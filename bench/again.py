@@ -100,6 +100,8 @@ MEASUREMENTS = (
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),
 )
 LEFT = {
+    "host_cost_h100": "of an H100: kernels.host_cost --device cuda",
+    "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
     "collectives_h100": "needs two GPUs: kernels.collectives",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel --seed 556",
     "tensor_parallel_h100": "needs two GPUs: models.tensor_parallel",

@@ -11,6 +11,7 @@ Microseconds; the 2nd percentile, as other work on the machine only adds, and th
 """
 
 import argparse
+import datetime
 import functools
 import gc
 import json
@@ -133,7 +134,7 @@ def main():
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
     report = {"torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
     if args.device == "cuda":
-        report["device"] = torch.cuda.get_device_name()
+        report |= {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(report))
     print(table(report))

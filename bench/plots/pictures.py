@@ -30,6 +30,8 @@ def draw(folder: Path) -> list[Path]:
         for picture, make in module.PICTURES.items():
             made.append(folder / f"{picture}_h200.svg")
             make(report, made[-1])
+    (report,) = read("linear_sweeps_h100.json")
+    made += plot_linear_attention.draw(report, folder, "h100")
     for name, make in (("train_parity", plot_training.parity), ("train_speed", plot_training.speed)):
         (report,) = read(f"{name}_h200.json")
         made.append(folder / f"{name}_h200.svg")
