@@ -24,7 +24,6 @@ out of its further lines.
 """
 
 import argparse
-import contextlib
 import datetime
 import functools
 import gc
@@ -36,12 +35,11 @@ import re
 import statistics
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import Launches, captured, counted, times
+from bench.kernels.timing import Launches, captured, counted, quick_tuning, times
 
 DEVICE = "cuda"
 COPY_BYTES_PER_US = 4.25e6
@@ -547,45 +545,6 @@ def sweep_line(section, shape, kind, fla, rounds):
     for name, ways in row["missing"].items():
         print(f"  {name}: {ways}", flush=True)
     return row
-
-
-def compiled_at_once(tuner, pool, arguments):
-    """In the place of a tuner's choice of configurations: has them compiled by many threads before they are timed."""
-    from triton.runtime._async_compile import AsyncCompileMode
-
-    configs = type(tuner).prune_configs(tuner, arguments)
-    with contextlib.suppress(Exception), AsyncCompileMode(pool):  # what does not compile fails again where it is timed
-        for config in configs:
-            tuner.fn.run(*tuner.nargs.values(), **{**arguments, "warmup": True}, **config.all_kwargs())
-    return configs
-
-
-@contextlib.contextmanager
-def quick_tuning(wanted=True):
-    """Has fla's kernels tuned over a few configurations, in short runs; afterwards they are tuned anew, as fla has them."""
-    if not wanted:
-        yield
-        return
-    import fla.ops.gla
-    import fla.ops.linear_attn
-    import fla.ops.simple_gla  # noqa: F401 the kernels have to be there
-    import triton
-    from triton.runtime.autotuner import Autotuner
-
-    tuners = [t for t in gc.get_objects() if issubclass(type(t), Autotuner) and t.base_fn.__module__.startswith("fla.")]
-    before = [(t, dict(vars(t))) for t in tuners]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for tuner in tuners:
-            few = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages in (2, 3)]
-            tuner.configs = few or tuner.configs
-            tuner.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
-            tuner.prune_configs = functools.partial(compiled_at_once, tuner, pool)
-        try:
-            yield
-        finally:
-            for tuner, state in before:
-                vars(tuner).clear()
-                vars(tuner).update(state, cache={})
 
 
 def sweep(section, args):

@@ -1,10 +1,16 @@
 """One node on the GPU through the C interface, and how its time and what it counts are taken."""
 
+import contextlib
 import csv
+import functools
+import gc
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -123,3 +129,43 @@ def counted(module: str, metrics: Sequence[str], case: str) -> tuple[list[dict[s
         for r in csv.DictReader(n for n in lines if n.startswith('"'))
     ]
     return rows, lines
+
+
+def _compiled_at_once(tuner: Any, pool: ThreadPoolExecutor, arguments: dict[str, Any]) -> Any:
+    """In the place of a tuner's choice of configurations: has them compiled by many threads before they are timed."""
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    configs = type(tuner).prune_configs(tuner, arguments)
+    with contextlib.suppress(Exception), AsyncCompileMode(pool):  # what does not compile fails again where it is timed
+        for config in configs:
+            tuner.fn.run(*tuner.nargs.values(), **{**arguments, "warmup": True}, **config.all_kwargs())
+    return configs
+
+
+@contextlib.contextmanager
+def quick_tuning(wanted: bool = True) -> Iterator[None]:
+    """Has the kernels of flash-linear-attention (fla), where it is installed, tuned over few configurations (4 warps, 2 or 3
+    stages) in short runs, which takes seconds in place of minutes; afterwards they are tuned anew, as fla has them."""
+    if not wanted or find_spec("fla") is None:
+        yield
+        return
+    import fla.ops.gla
+    import fla.ops.linear_attn
+    import fla.ops.simple_gla  # noqa: F401 the kernels have to be there
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    tuners = [t for t in gc.get_objects() if issubclass(type(t), Autotuner) and t.base_fn.__module__.startswith("fla.")]
+    before = [(t, dict(vars(t))) for t in tuners]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for tuner in tuners:
+            few = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages in (2, 3)]
+            tuner.configs = few or tuner.configs
+            tuner.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
+            tuner.prune_configs = functools.partial(_compiled_at_once, tuner, pool)
+        try:
+            yield
+        finally:
+            for tuner, state in before:
+                vars(tuner).clear()
+                vars(tuner).update(state, cache={})

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, normalize, scaled_dot_product_attention
 
+from bench.kernels.timing import quick_tuning
 from leanfleet.export import LinearAttention, reference
 from leanfleet.export.linear_attention import one_type, rotary_tables, rotate
 
@@ -291,6 +292,11 @@ def command_train(args):
 def command_speed(args):
     """Tokens a second of the training run, bfloat16, against the same model with other attentions: medians over rounds, in
     which they take turns, after one that does not count."""
+    with quick_tuning():
+        compare_speeds(args)
+
+
+def compare_speeds(args):
     global BATCH, CONTEXT
     device = torch.device(args.device)
     train, validation, _ = corpus()

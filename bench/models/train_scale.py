@@ -12,7 +12,8 @@ order, bfloat16 autocast over float32 weights, DistributedDataParallel with one 
 ours: NormalizedLinearAttention. softmax: PyTorch's, with the faster of its flash and cuDNN kernels, timed at the start. fla:
 chunk_linear_attn, normalised, of elu(x) + 1, the positive features of fla's own layer. fla-unit: the same of unit rows, as
 train_parity times it, whose sums of scores may be 0: not for curves. gla: fla's chunk_gla with its gates (a little more work
-and weights) and a norm of heads. pytorch: ours in plain float32 PyTorch.
+and weights) and a norm of heads. fla's kernels are tuned over few configurations (bench.kernels.timing.quick_tuning). pytorch:
+ours in plain float32 PyTorch.
 
 Text: sources and texts of the interpreter's standard library, CUDA's headers and installed packages, each content once; one
 file of 50 is held out. The JSON names both by hash: other machines have other texts.
@@ -54,6 +55,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, elu, gelu, logsigmoid, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from bench.kernels.timing import quick_tuning
 from bench.models import train_parity
 from leanfleet import files, ranks
 from leanfleet.export import normalized_linear_attention
@@ -542,14 +544,23 @@ def prepared(args, team, shape, way, size, batch):
             facts |= {"attention": f"{WAYS[way].says}, {name}", "attention_ms": times}
     except Exception as error:
         problem = said(error)
-    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+    chosen = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+    with chosen, quick_tuning(WAYS[way].needs_fla):
         if (problem := team.agreed(problem)) is None:
             try:
                 training = Training(args, team, shape, way, size[0])
-                training.rehearse(batch())
             except Exception as error:
                 problem = said(error)
             problem = team.agreed(problem)
+        # Triton's kernels are compiled by one rank, and then found on disk by the others.
+        for turn in [team.rank == 0, team.rank > 0] if WAYS[way].needs_fla else [True]:
+            if problem is None:
+                try:
+                    if turn:
+                        training.rehearse(batch())
+                except Exception as error:
+                    problem = said(error)
+                problem = team.agreed(problem)
         if problem is None:
             facts["parameters"] = sum(p.numel() for p in training.model.parameters())
             yield training, facts

@@ -14,6 +14,9 @@ written after each line, so that a run that is stopped leaves what it has; a tab
 step      milliseconds a token of a batch: (time of 1 + STEPS new tokens - time of 1) / STEPS
 prompt    milliseconds until every request of a batch has its first token
 serving   answer tokens a second, 256 requests at once, at most 64 running, 2,048 tokens a step; lengths lognormal
+rate      --rates 2 8: the same requests, coming at random (a Poisson process of so many a second), in both engines' own loop of
+          steps, without HTTP: "first" milliseconds from a request's coming to its first token, "next" between its tokens
+          (a call that gives several at once counts as a gap each), medians and p99; and answer tokens a second
 
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching. Both have run each
 shape once before. The random lines are drawn from --seed. Medians of ROUNDS.
@@ -60,7 +63,7 @@ class Ours:
         if "random" in facts:
             fill_randomly(folder, facts, "cuda", ["continuous"])
             torch.cuda.empty_cache()
-        self.folder, self.batch = folder / "serving", None
+        self.folder, self.batch, self.names = folder / "serving", None, {}
 
     def open(self, running, tokens, step_tokens):
         """Room for so many requests of so many tokens each."""
@@ -84,6 +87,18 @@ class Ours:
         for prompt, count in zip(prompts, answers, strict=True):
             self.batch.add(prompt, count, stop_tokens=())
         self.batch.run()
+
+    def add(self, name, prompt, count):
+        self.names[self.batch.add(prompt, count, stop_tokens=())] = name
+
+    def step(self):
+        """[the name of a request, for each new token]"""
+        return [self.names[request] for request, _ in self.batch.step()]
+
+    def end(self):
+        """What is queued behind the last tokens."""
+        self.batch.run()
+        self.names = {}
 
     def profile(self, folder, prompts, answers):
         """Runs requests and leaves a trace in the folder."""
@@ -136,6 +151,21 @@ class Vllm:
         settings = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False) for n in answers]
         self.engine.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
 
+    def add(self, name, prompt, count):
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        self.engine.llm_engine.add_request(str(name), {"prompt_token_ids": prompt}, settings)
+
+    def step(self):
+        return [int(told.request_id) for told in self.engine.llm_engine.step() for _ in told.outputs[0].token_ids]
+
+    def end(self):
+        pass
+
     def profile(self, folder, prompts, answers):
         """Runs requests and leaves a trace in the folder."""
         before = set(Path(self.traces).iterdir())
@@ -155,6 +185,46 @@ def timed(engine, prompts, answers):
         engine.run(prompts, answers)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
+
+
+def at_rate(engine, work, rate, seed):
+    """({"first", "next": {"median", "p99"} milliseconds}, answer tokens a second) of requests that come `rate` a second."""
+    comes = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(work)))
+    times = [[] for _ in work]
+    added, begun = 0, time.perf_counter()
+    while any(len(told) < count for told, (_, count) in zip(times, work, strict=True)):
+        now = time.perf_counter() - begun
+        while added < len(work) and comes[added] <= now:
+            engine.add(added, *work[added])
+            added += 1
+        if all(len(told) == count for told, (_, count) in zip(times[:added], work)):
+            time.sleep(max(comes[added] - now, 0))
+            continue
+        names = engine.step()
+        now = time.perf_counter() - begun
+        for name in names:
+            times[name].append(now)
+    engine.end()
+    first = [told[0] - come for told, come in zip(times, comes, strict=True)]
+    gaps = np.concatenate([np.diff(told) for told in times])
+    spreads = {
+        name: {"median": 1e3 * float(np.median(found)), "p99": 1e3 * float(np.percentile(found, 99))}
+        for name, found in (("first", first), ("next", gaps))
+    }
+    return spreads, sum(count for _, count in work) / now
+
+
+def rates(engine, model, wanted):
+    """Rows of requests by rate, for the engine as `timings` has opened it for serving."""
+    for rate in wanted:
+        work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], config_of(model).vocab_size, seed=1)
+        spreads, tokens = at_rate(engine, work, rate, seed=2)
+        place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": f"{rate:g} a second"}
+        values = {f"{name} token, {what}": value for name, found in spreads.items() for what, value in found.items()}
+        print(f"{rate:g} a second: {values}, {tokens:.0f} tokens a second", flush=True)
+        for kind, value in values.items():
+            yield {"kind": kind, **place, "value": value}
+        yield {"kind": "serving", **place, "value": tokens}
 
 
 def kernels(engine, prompts, answer):
@@ -183,8 +253,8 @@ def profiled(engine, place, prompts):
         yield {"kind": kind, **place, "ms": sum(times.values()), "kernels": named}
 
 
-def timings(engine, model, lines, serving):
-    """Rows of the lines, and one of serving."""
+def timings(engine, model, lines, serving, wanted_rates=()):
+    """Rows of the lines, and one of serving, and those of rates."""
     draw, vocabulary = np.random.default_rng(0), config_of(model).vocab_size
     for batch, context, section in lines:
         engine.open(batch, context + STEPS + 1, MOST_TOKENS)
@@ -203,6 +273,7 @@ def timings(engine, model, lines, serving):
         place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
         print(f"serving: {rate:.0f} tokens a second", flush=True)
         yield {"kind": "serving", **place, "value": rate}
+        yield from rates(engine, model, wanted_rates)
 
 
 def traced(engine, model):
@@ -224,7 +295,8 @@ def measure(arguments):
     engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
     name = "kernels" if arguments.kernels else "rows"
     lines = shapes(arguments.seed, arguments.drawn)
-    rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, not arguments.no_serving)
+    serving = not arguments.no_serving
+    rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, serving, arguments.rates)
     result = {
         "seed": f"{arguments.seed:x}",
         "device": torch.cuda.get_device_name(),
@@ -305,6 +377,7 @@ def main():
         command.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of the random lines, hexadecimal")
         command.add_argument("--drawn", type=int, default=8, help="random lines")
         command.add_argument("--no-serving", action="store_true", help="steps and prompts alone")
+        command.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, after serving")
         command.add_argument("--kernels", action="store_true", help="where two lines' time goes, in place of timings")
         command.set_defaults(run=measure, side=side)
     command = commands.add_parser("table")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -149,6 +150,7 @@ def test_quick_tuning_leaves_the_tuners_as_they_were(monkeypatch):
     autotuner = pytest.importorskip("triton.runtime.autotuner")
     for module in ("fla", "fla.ops", "fla.ops.gla", "fla.ops.linear_attn", "fla.ops.simple_gla"):
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        sys.modules[module].__spec__ = ModuleSpec(module, None)
     configs = [autotuner.Config({}, num_warps=w, num_stages=s) for w in (2, 4, 8) for s in (2, 3, 4)]
 
     def tuner(module, configs):
