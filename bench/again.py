@@ -100,7 +100,7 @@ MEASUREMENTS = (
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),
 )
 LEFT = {
-    "host_cost_h100": "of an H100: kernels.host_cost --device cuda",
+    "host_cost_h100": "of an H100: kernels.host_cost --device cuda --out OUT",
     "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
     "collectives_h100": "needs two GPUs: kernels.collectives",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel --seed 556",
@@ -120,6 +120,7 @@ LEFT = {
     "train_parity_onnxruntime_h200": "needs the checkpoint of that training: models.train_parity validate",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
     "vllm_h100": "the same",
+    "falcon_h1_ours_h100": "our side of Falcon-H1's lines of vllm_h100, later: models.vllm ours --drawn 0 --no-serving",
 }
 
 

@@ -85,9 +85,9 @@ def check_supported(model: object) -> None:
             )
 
 
-def check_shared_layers(model: object, caches: Sequence[str], option: str) -> None:
+def check_shared_layers(model: object, caches: Sequence[str], option: str, shared: str = "softmax attention") -> None:
     """Raises ValueError, naming the layer, for a model that has layers without softmax attention, which `option` does not share
-    out to ranks. caches: names of what its layers carry."""
+    out to ranks. caches: names of what its layers carry. shared: what it does share out."""
     name, again = type(model).__name__, "export it for one GPU"
     if hasattr(model, "cache_shapes"):
         raise ValueError(f"{name}: {option} is for transformers' decoders with softmax attention: {again}")
@@ -97,7 +97,7 @@ def check_shared_layers(model: object, caches: Sequence[str], option: str) -> No
         parts.setdefault(layer, set()).add(part)
     for layer in sorted(parts, key=int):
         if KEY not in parts[layer] or any("state" in part for part in parts[layer]):
-            raise ValueError(f"{name}: layer {layer} carries a state, and {option} shares out softmax attention: {again}")
+            raise ValueError(f"{name}: layer {layer} carries a state, and {option} shares out {shared}: {again}")
 
 
 def _recurrent_alone(model):

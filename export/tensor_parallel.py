@@ -1,8 +1,9 @@
 """One rank's share of a transformers decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
-Query heads are shared out with the heads of keys and values that they attend over; so are the columns of feed-forward layers,
-and of each expert. A rank computes its share from whole hidden states, and what it adds to them is summed over the ranks behind
-the projection that ends the layer. Embeddings, norms, routers and the language model's head are on every rank.
+Query heads are shared out with the heads of keys and values that they attend over, and the value heads of layers of the gated
+delta rule with their key heads; so are the columns of feed-forward layers, and of each expert. A rank computes its share from
+whole hidden states, and what it adds to them is summed over the ranks behind the projection that ends the layer. Embeddings,
+norms, routers and the language model's head are on every rank.
 
 The modules stay transformers' own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
 that traces, fuses and checks a decoder takes the share for a model like any other.
@@ -20,6 +21,7 @@ from torch.nn import Linear, Module, Parameter
 
 from leanfleet import communicators, progress
 from leanfleet.decoder_contract import MOST_RANKS, WORLD
+from leanfleet.export.hybrid_layers import hybrid_layers
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache
 from leanfleet.export.support import check_shared_layers, check_supported
 from leanfleet.export.torch_ops import all_reduce
@@ -35,6 +37,7 @@ _FEED_FORWARD = (  # projections that begin and end a feed-forward layer
 )
 _HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
+_DELTA_HEADS = "num_k_heads", "num_v_heads"  # of layers of the gated delta rule that are shared out
 _TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
 _EACH_HEADS_OWN = "GPTNeoX"  # classes whose joint projection has each head's query, key and value in turn
 
@@ -64,7 +67,15 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     name, again = type(model).__name__, "export it for one GPU"
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
-    check_shared_layers(model, layers, "tensor_parallel")
+    delta = _delta_layers(model)
+    others = [c for c in layers if int(c.partition(".")[0]) not in delta]
+    check_shared_layers(model, others, "tensor_parallel", "softmax attention and the gated delta rule of Qwen's layers")
+    for number, module in delta.items():
+        if world > module.num_k_heads:
+            raise ValueError(
+                f"{name}: tensor_parallel is {world}, and layer {number} ({type(module).__name__}) has {module.num_k_heads} "
+                f"head{'s' * (module.num_k_heads > 1)} of keys, none of which is cut: export it for fewer ranks"
+            )
     config = model.config.get_text_config(decoder=True)
     if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
         raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
@@ -88,12 +99,15 @@ def shard(model: Any, rank: int, world: int) -> Iterator[None]:
     """
     config = model.config.get_text_config(decoder=True)
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
+    delta = {id(module) for module in _delta_layers(model).values()}
     with ExitStack() as undo:
-        for layer, attention in _attention_layers(model):
+        for layer, attention in _layers(model, delta):
             path = next(path for path, m in model.named_modules() if m is attention)
-            _Layer(undo, rank, world, f"{type(model).__name__}: attention layer {path} ({type(attention).__name__})").attention(
-                attention, heads, kv_heads
-            )
+            share = _Layer(undo, rank, world, f"{type(model).__name__}: layer {path} ({type(attention).__name__})")
+            if id(attention) in delta:
+                share.delta(attention)
+            else:
+                share.attention(attention, heads, kv_heads)
             _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         own = shares(kv_heads, world)[rank]
@@ -130,12 +144,19 @@ def alone(name: str) -> Iterator[None]:
         yield
 
 
-def _attention_layers(model: Module) -> list[tuple[Module, Any]]:
-    """[(decoder layer, its attention)] of a model whose layers all have one."""
+def _delta_layers(model: Module) -> dict[int, Any]:
+    """{number of the layer: its module} of those of the gated delta rule whose heads share nothing but the hidden states."""
+    found = hybrid_layers(model)
+    return {n: m for n, m in found.items() if all(hasattr(m, name) for name in _DELTA_HEADS)}
+
+
+def _layers(model: Module, delta: set[int]) -> list[tuple[Module, Any]]:
+    """[(decoder layer, its attention or its module of the gated delta rule)] of a model whose layers all have one."""
     found = []
     for module in model.modules():
         for child in module.children():
-            if getattr(child, "layer_idx", None) is not None and type(child).__name__.endswith("Attention"):
+            attention = getattr(child, "layer_idx", None) is not None and type(child).__name__.endswith("Attention")
+            if attention or id(child) in delta:
                 found.append((module, child))
     return found
 
@@ -179,6 +200,15 @@ class Reduced(Module):
         return summed if self.bias is None else summed + self.bias
 
 
+class OwnConvolution(Module):
+    """A short convolution of some channels: what transformers' layers read of theirs."""
+
+    def __init__(self, whole: Any, index: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = Parameter(whole.weight.detach()[index], requires_grad=False)
+        self.bias = None if whole.bias is None else Parameter(whole.bias.detach()[index], requires_grad=False)
+
+
 def _blocks(which: range, size: int, start: int = 0) -> torch.Tensor:
     """The numbers of these heads' rows, of `size` rows each; the first head's begin at `start`."""
     return torch.arange(start + which.start * size, start + which.stop * size)
@@ -207,6 +237,42 @@ class _Layer:
                 if getattr(module, name, None) == all_of_them:
                     _set(self.undo, module, name, count)
 
+    def delta(self, module: Any) -> None:
+        """A layer of the gated delta rule, by heads of keys. Channels of its convolution are queries, keys and values."""
+        heads, each = module.num_k_heads, module.num_v_heads // module.num_k_heads
+        own = shares(heads, self.world)[self.rank]
+        own_values = range(own.start * each, own.stop * each)
+        keys, values = _blocks(own, module.head_k_dim), _blocks(own_values, module.head_v_dim)
+        channels = torch.cat([keys, module.key_dim + keys, 2 * module.key_dim + values])
+        of_values = torch.arange(own_values.start, own_values.stop)
+        known = {
+            "in_proj_qkvz": _blocks(own, 2 * module.head_k_dim + 2 * each * module.head_v_dim),
+            "in_proj_ba": _blocks(own, 2 * each),
+            "in_proj_qkv": channels,
+            **dict.fromkeys(("q_proj", "k_proj"), keys),
+            **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
+            **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), of_values),
+        }
+        ends = [name for name in _OUTPUTS if hasattr(module, name)]
+        if len(ends) != 1:
+            raise self._unknown(module)
+        taken = {name: index for name, index in known.items() if hasattr(module, name)}
+        for path, parameter in module.named_parameters():
+            holder = path.partition(".")[0]
+            each_head = parameter.shape in ((module.num_v_heads,), (module.head_v_dim,))
+            if holder not in (*taken, *ends, "conv1d") and not each_head:
+                raise self._not_by_heads(path, parameter)
+        for name, index in taken.items():
+            _set(self.undo, module, name, _rows(self._linear(module, name), index))
+        _set(self.undo, module, ends[0], Reduced(self._linear(module, ends[0]), values))
+        _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
+        for name in ("A_log", "dt_bias"):
+            _set(self.undo, module, name, Parameter(getattr(module, name).detach()[of_values], requires_grad=False))
+        counts = {"num_k_heads": len(own), "num_v_heads": len(own_values), "key_dim": len(keys), "value_dim": len(values)}
+        for name, count in {**counts, "conv_dim": len(channels)}.items():
+            if hasattr(module, name):
+                _set(self.undo, module, name, count)
+
     def _inputs(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> dict[str, torch.Tensor]:
         """{projection: the rows of its outputs that this rank has}."""
         if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj")):
@@ -233,10 +299,13 @@ class _Layer:
             if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
                 _set(self.undo, module, path, Parameter(parameter.detach()[own.start : own.stop], requires_grad=False))
             elif parameter.shape != (size,):
-                raise ValueError(
-                    f"{self.where}: its {path} is {list(parameter.shape)}, which tensor_parallel cannot share out by heads: "
-                    "export it for one GPU"
-                )
+                raise self._not_by_heads(path, parameter)
+
+    def _not_by_heads(self, path: str, parameter: Parameter) -> ValueError:
+        return ValueError(
+            f"{self.where}: its {path} is {list(parameter.shape)}, which tensor_parallel cannot share out by heads: export it "
+            "for one GPU"
+        )
 
     def _linear(self, module: Any, name: str) -> Linear:
         found = getattr(module, name)

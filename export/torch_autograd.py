@@ -2,11 +2,12 @@
 several times as long.
 
 PyTorch's stable interface has no autograd, so that csrc/torch/autograd.cpp must be compiled again for each version of it:
-`python -m leanfleet.export.torch_autograd`, with g++. Tested with PyTorch 2.11 and 2.13.
+`python -m leanfleet.export.torch_autograd`, with g++. It needs PyTorch 2.11 or later.
 """
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import os
 import subprocess
@@ -31,7 +32,9 @@ def library_path() -> Path:
 
         print(library_path().name.startswith("libleanfleet_autograd"))  # True
     """
-    return native.library_path("leanfleet").parent / f"libleanfleet_autograd_{__version__}_torch_{torch.__version__}.so"
+    folder = native.library_path("leanfleet").parent
+    source = hashlib.sha256((folder / "autograd.cpp").read_bytes()).hexdigest()[:8]
+    return folder / f"libleanfleet_autograd_{__version__}_{source}_torch_{torch.__version__}.so"
 
 
 def build() -> Path:
@@ -73,6 +76,11 @@ def _library():
     register.restype = ctypes.c_char_p
     register.argtypes = [ctypes.c_char_p] * 5 + [ctypes.POINTER(ctypes.c_int32), ctypes.c_void_p]
     return library
+
+
+def is_built() -> bool:
+    """Whether this process has autograd in C++."""
+    return _library() is not None
 
 
 def _gradients_of(op):

@@ -401,8 +401,8 @@ def _attach():
     """Whether libleanfleet finds PyTorch's stable C functions, so that its compiled kernels can be registered.
 
     LEANFLEET_TORCH says which are: compiled (the default; autograd too, where torch_autograd was built), stable (kernels
-    alone), ctypes (none, as where the library or PyTorch does not allow it). Compiled ones keep to the library of the import, whatever LEANFLEET_LIBRARY_DIR says later. Raises
-    ValueError for another word.
+    alone), ctypes (none, as where the library or PyTorch does not allow it). Compiled ones keep to the library of the import,
+    whatever LEANFLEET_LIBRARY_DIR says later. Raises ValueError for another word.
     """
     wish = os.environ.get("LEANFLEET_TORCH") or "compiled"
     if wish not in ("compiled", "stable", "ctypes"):
@@ -413,11 +413,26 @@ def _attach():
         library = native.library()
     except (FileNotFoundError, OSError):
         return False  # the operators say so when they are called
+    if not hasattr(library, "leanfleet_torch_attach"):
+        return False  # LEANFLEET_LIBRARY_DIR has an older one
     library.leanfleet_torch_attach.restype = ctypes.c_char_p
     library.leanfleet_torch_attach.argtypes = [ctypes.c_void_p]
     library.leanfleet_torch_register.argtypes = [ctypes.c_char_p] * 6
     # dlsym looks through the libraries that this one depends on.
     return library.leanfleet_torch_attach(ctypes.CDLL(torch._C.__file__)._handle) is None
+
+
+def way() -> str:
+    """How torch.ops.leanfleet reaches its kernels in this process: "compiled", "stable" (autograd in Python) or "ctypes".
+
+    Example:
+        from leanfleet.export.torch_ops import way
+
+        print(way() in ("compiled", "stable", "ctypes"))  # True
+    """
+    if not _COMPILED:
+        return "ctypes"
+    return "compiled" if torch_autograd.is_built() else "stable"
 
 
 def _register_compiled(op, mutating, key):

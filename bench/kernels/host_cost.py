@@ -95,10 +95,16 @@ def measure(calls, wanted, device):
     return rows
 
 
+def torch_way():
+    from leanfleet.export import torch_ops
+
+    return torch_ops.way()
+
+
 def in_a_process(calls, way, device):
     command = [sys.executable, "-m", "bench.kernels.host_cost", "--calls", str(calls), "--way", way, "--device", device]
     environment = {**os.environ, "LEANFLEET_TORCH": WAYS.get(way, "")}
-    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def table(report):
@@ -120,13 +126,18 @@ def table(report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=32)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/host_cost_cpu.json"))
+    parser.add_argument("--out", type=Path, help="(default: host_cost_cpu.json of bench/results; on a GPU it must be given)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--way", help="measure this way alone, and print its rows as JSON")
     args = parser.parse_args()
     if args.way is not None:
+        if args.way == "C++" and torch_way() != "compiled":
+            raise SystemExit("autograd in C++ is not built: python -m leanfleet.export.torch_autograd")
         print(json.dumps(measure(args.calls, args.way not in WAYS, args.device)))
         return
+    if args.out is None and args.device != "cpu":
+        parser.error("--device cuda needs --out")
+    out = args.out or Path("bench/results/host_cost_cpu.json")
     import torch
 
     rows = [{**row, "way": ""} for row in in_a_process(args.calls, "", args.device)]
@@ -135,8 +146,8 @@ def main():
     report = {"torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
     if args.device == "cuda":
         report |= {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(report))
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(report))
     print(table(report))
 
 

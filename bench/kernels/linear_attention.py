@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import Launches, captured, counted, quick_tuning, times
+from bench.kernels.timing import FLA_TUNING, Launches, captured, counted, quick_tuning, times
 
 DEVICE = "cuda"
 COPY_BYTES_PER_US = 4.25e6
@@ -903,7 +903,7 @@ def main():
         "empty_graph_us": empty,
         "copy_bytes_per_us": COPY_BYTES_PER_US,
         "fla_float32_products": os.environ.get("TRITON_F32_DEFAULT", "tf32"),
-        "fla_tuning_of_sweeps": "all configurations" if args.full_tuning else "configurations of 4 warps, 2 or 3 stages",
+        "fla_tuning_of_sweeps": "all configurations" if args.full_tuning else FLA_TUNING,
         "rows": [],
     }
     wanted = args.only.split(",")

@@ -20,6 +20,7 @@ from leanfleet.export import torch_ops
 
 ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 FLUSH = {}
+FLA_TUNING = "configurations of 4 warps, 2 or 3 stages"  # of quick_tuning, for reports
 
 
 class Launches:
@@ -144,8 +145,8 @@ def _compiled_at_once(tuner: Any, pool: ThreadPoolExecutor, arguments: dict[str,
 
 @contextlib.contextmanager
 def quick_tuning(wanted: bool = True) -> Iterator[None]:
-    """Has the kernels of flash-linear-attention (fla), where it is installed, tuned over few configurations (4 warps, 2 or 3
-    stages) in short runs, which takes seconds in place of minutes; afterwards they are tuned anew, as fla has them."""
+    """Has the kernels of flash-linear-attention (fla), where it is installed, tuned over few configurations
+    (FLA_TUNING) in short runs, which takes seconds in place of minutes; afterwards they are tuned anew, as fla has them."""
     if not wanted or find_spec("fla") is None:
         yield
         return
@@ -160,7 +161,7 @@ def quick_tuning(wanted: bool = True) -> Iterator[None]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for tuner in tuners:
             few = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages in (2, 3)]
-            tuner.configs = few or tuner.configs
+            tuner.configs, tuner.cache = few or tuner.configs, {}
             tuner.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
             tuner.prune_configs = functools.partial(_compiled_at_once, tuner, pool)
         try:

@@ -71,6 +71,16 @@ def in_process(*arguments):
     ranks.launch(ranks.python("-m", "bench.models.tensor_parallel", *map(str, arguments)), 1)
 
 
+def export_unless_there(job):
+    """In a process of its own; the folder says beside it what it was made of."""
+    made = job[1].with_suffix(".made")
+    if made.exists() and made.read_text() == repr(job):
+        return
+    made.unlink(missing_ok=True)
+    in_process("export", *job)
+    made.write_text(repr(job))
+
+
 def join():
     """(device, rank or None, communicator or None) of this process."""
     here = ranks.place()
@@ -211,7 +221,7 @@ def measure(arguments, work):
     ]
     begun = time.monotonic()
     with ThreadPoolExecutor(len(exports)) as pool:
-        list(pool.map(lambda job: in_process("export", *job), [job for job in exports if not job[1].exists()]))
+        list(pool.map(export_unless_there, exports))
     exported = time.monotonic() - begun
     actions = [("tokens", "check", []), ("steps", "timed", [",".join(map(str, batches)), arguments.context])]
     if arguments.serve:
@@ -268,9 +278,11 @@ def main():
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16])
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--share", choices=OPTIONS, default="heads", help="what ranks share (default: %(default)s)")
-    parser.add_argument("--work", help="a folder for exported decoders, taken as they are where they stand (default: removed)")
+    parser.add_argument("--work", help="a folder that keeps exported decoders for the next run (default: removed)")
     parser.add_argument("--seconds", type=float, default=60.0, help="that ranks may take before they are ended")
     arguments = parser.parse_args()
+    if arguments.serve and arguments.share == "context":
+        parser.error("--serve is for --share heads")
     if (problem := driver.why_no_gpu()) or len(driver.gpus()) < arguments.gpus:
         raise SystemExit(f"{arguments.gpus} GPUs are needed: {problem or len(driver.gpus())}")
     with tempfile.TemporaryDirectory() as made:

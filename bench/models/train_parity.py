@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, normalize, scaled_dot_product_attention
 
-from bench.kernels.timing import quick_tuning
+from bench.kernels.timing import FLA_TUNING, quick_tuning
 from leanfleet.export import LinearAttention, reference
 from leanfleet.export.linear_attention import one_type, rotary_tables, rotate
 
@@ -320,7 +320,9 @@ def compare_speeds(args):
             rows.append(row)
             text = refused.get(mixer) or f"{row['tokens_per_second'] / 1e6:7.3f} M tokens/s"
             print(f"context {context:6} {mixer:12} {text}", flush=True)
-        args.out.write_text(json.dumps({**facts(device), "steps": args.steps, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({**facts(device), "steps": args.steps, "fla_tuning": FLA_TUNING, "rows": rows}, indent=1) + "\n"
+        )
 
 
 def load(path, device="cpu"):

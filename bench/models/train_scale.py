@@ -55,10 +55,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, elu, gelu, logsigmoid, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from bench.kernels.timing import quick_tuning
+from bench.kernels.timing import FLA_TUNING, quick_tuning
 from bench.models import train_parity
 from leanfleet import files, ranks
-from leanfleet.export import normalized_linear_attention
+from leanfleet.export import normalized_linear_attention, torch_ops
 from leanfleet.export.linear_attention import rotary_tables, rotate
 
 VOCABULARY = 256  # bytes
@@ -306,7 +306,7 @@ def on_all(args, argv, work):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), BEGUN: str(time.time())}
-        seconds = args.limit_seconds and args.limit_seconds + 90  # it ends itself; this is for ranks that hang
+        seconds = None if args.limit_seconds is None else args.limit_seconds + 90  # it ends itself; this is for ranks that hang
         try:
             ranks.launch(
                 ranks.python("-m", "bench.models.train_scale", *argv), args.gpus, environment=environment, seconds=seconds
@@ -520,6 +520,8 @@ class Training:
         """Mean nats a byte over windows, of which each rank takes its share."""
         sums = torch.zeros(2, dtype=torch.float64, device=windows.device)
         for part in windows[self.team.rank :: self.team.world].split(self.micro):
+            if not len(part):  # fewer windows than ranks
+                continue
             part = part.long()
             with self.autocast():
                 logits = self.model(part[:, :-1])
@@ -582,7 +584,7 @@ def peak_bytes(team):
     """Of the fullest GPU; None on the CPU."""
     if team.device.type != "cuda":
         return None
-    return int(team.reduced(torch.tensor(float(torch.cuda.max_memory_allocated()), device=team.device), "MAX").item())
+    return int(team.reduced(torch.tensor(torch.cuda.max_memory_allocated(), device=team.device), "MAX").item())
 
 
 def train_way(args, team, way, text, windows, order, row, save):
@@ -689,7 +691,8 @@ def facts_of(args, team):
         **train_parity.facts(team.device),
         "gpus": team.world,
         "versions": {n: v for n, v in versions.items() if v},
-        "leanfleet_torch": os.environ.get("LEANFLEET_TORCH") or "compiled",
+        "leanfleet_torch": torch_ops.way(),
+        "fla_tuning": FLA_TUNING,
         "vocabulary": VOCABULARY,
         "tokens_are": "bytes",
         "arithmetic": f"{args.dtype} autocast over float32 weights" if args.dtype != "float32" else "float32",
@@ -795,6 +798,8 @@ def speed_of(args, team, shape, way, size, row):
         if training is None:
             return
         marks, durations = [], []
+        if team.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         for step in range(args.warm + args.timed):
             if step == args.warm:
                 train_parity.synchronize(team.device)

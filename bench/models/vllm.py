@@ -14,9 +14,10 @@ written after each line, so that a run that is stopped leaves what it has; a tab
 step      milliseconds a token of a batch: (time of 1 + STEPS new tokens - time of 1) / STEPS
 prompt    milliseconds until every request of a batch has its first token
 serving   answer tokens a second, 256 requests at once, at most 64 running, 2,048 tokens a step; lengths lognormal
-rate      --rates 2 8: the same requests, coming at random (a Poisson process of so many a second), in both engines' own loop of
-          steps, without HTTP: "first" milliseconds from a request's coming to its first token, "next" between its tokens
-          (a call that gives several at once counts as a gap each), medians and p99; and answer tokens a second
+rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson process of so many a second), once, in
+          both engines' own loop of steps, without HTTP: "first token" milliseconds from a request's coming to its first token,
+          "next token" between its tokens, medians and p99; and answer tokens a second. Requests are handed over between steps:
+          vLLM's core, another process, may by then have begun the next one without them; ours tells tokens a step late
 
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching. Both have run each
 shape once before. The random lines are drawn from --seed. Medians of ROUNDS.
@@ -40,6 +41,7 @@ from bench.models.serving import config_of, fill_randomly, requests
 STEPS, ROUNDS, BLOCK = 256, 2, 16
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
 SERVING = dict(requests=256, prompt=802, answer=168, running=64, step_tokens=2048)
+RATED = "serving at a rate"
 LINES = [(1, 2000), (16, 2000), (64, 1000), (1, 30_000), (16, 8000)]  # (batch, context)
 PROFILED, PROFILED_STEPS = [(16, 2000), (1, 30_000)], 16
 NAMED = 10  # kernels of a line in the table
@@ -93,6 +95,8 @@ class Ours:
 
     def step(self):
         """[the name of a request, for each new token]"""
+        if self.batch.idle:
+            raise RuntimeError("a request ended before its tokens were there: its logits are not finite")
         return [self.names[request] for request, _ in self.batch.step()]
 
     def end(self):
@@ -161,6 +165,8 @@ class Vllm:
         self.engine.llm_engine.add_request(str(name), {"prompt_token_ids": prompt}, settings)
 
     def step(self):
+        if not self.engine.llm_engine.has_unfinished_requests():
+            raise RuntimeError("a request ended before its tokens were there")
         return [int(told.request_id) for told in self.engine.llm_engine.step() for _ in told.outputs[0].token_ids]
 
     def end(self):
@@ -224,7 +230,7 @@ def rates(engine, model, wanted):
         print(f"{rate:g} a second: {values}, {tokens:.0f} tokens a second", flush=True)
         for kind, value in values.items():
             yield {"kind": kind, **place, "value": value}
-        yield {"kind": "serving", **place, "value": tokens}
+        yield {"kind": RATED, **place, "value": tokens}
 
 
 def kernels(engine, prompts, answer):
@@ -318,7 +324,7 @@ def compared(ours, theirs):
     for row in (row for side in ours for row in side.get("rows", ())):
         place = {k: row[k] for k in places}
         if (their := values.get(tuple(place.values()))) is not None:
-            ratio = row["value"] / their if row["kind"] == "serving" else their / row["value"]
+            ratio = row["value"] / their if row["kind"] in ("serving", RATED) else their / row["value"]
             yield {**place, "ours": row["value"], "vllm": their, "ratio": ratio}
 
 
@@ -386,6 +392,8 @@ def main():
         command.add_argument(name, type=Path, nargs="+", required=True)
     command.set_defaults(run=table)
     arguments = parser.parse_args()
+    if getattr(arguments, "rates", []) and (arguments.no_serving or arguments.kernels):
+        parser.error("--rates follow serving: leave --no-serving and --kernels out")
     arguments.run(arguments)
 
 

@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kCombineThreads) ChunkCombineKernel(const __gr
   if (!scan.causal) slots[element] = running;
 }
 
-// The sums that every request begins with, so that `last` may take the buffers of `initial`: [requests,heads] of [V][K], or
-// of [K][V] where it is V's elements that stand side by side, then [K], then [V].
+// The sums that every request begins with, so that `last` may take the buffers of `initial`: [requests,heads] of [K][V], as
+// `initial` itself has them, then [K], then [V].
 __global__ void __launch_bounds__(kCombineThreads)
     ChunkSnapshotKernel(const __grid_constant__ ChunkScan scan, float* states, float* y_sums, float* z_sums) {
   const unsigned K = scan.y.width, V = scan.z.width, heads = scan.heads / scan.x_group;
@@ -58,10 +58,9 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int64_t row = scan.state_index != nullptr ? scan.state_index[request] : request;
   const bool there = scan.state_index == nullptr || (row >= 0 && row < scan.state_rows);
   const int64_t from = row * heads + head, to = blockIdx.y;
-  const bool by_keys = scan.initial.k_stride == 1;
   for (unsigned i = blockIdx.x * kCombineThreads + threadIdx.x; i < K * V + K + V; i += gridDim.x * kCombineThreads) {
     if (i < K * V) {
-      const int64_t k = by_keys ? i % K : i / V, v = by_keys ? i / K : i % V;
+      const int64_t k = i / V, v = i % V;
       states[to * K * V + i] =
           there ? scan.initial.state[from * scan.initial.size + k * scan.initial.k_stride + v * scan.initial.v_stride] : 0.0f;
     } else if (i < K * V + K) {
@@ -178,9 +177,8 @@ cudaError_t take_snapshot(ChunkScan& scan, const Snapshot& to, cudaStream_t stre
   const dim3 grid(static_cast<unsigned>(ceil_div(K * V + K + V, 8 * kCombineThreads)), static_cast<unsigned>(entries));
   ChunkSnapshotKernel<<<grid, kCombineThreads, 0, stream>>>(scan, to.states, to.y_sums, to.z_sums);
   scan.initial.state = to.states;
-  const bool by_keys = scan.initial.k_stride == 1;
-  scan.initial.k_stride = by_keys ? 1 : V;
-  scan.initial.v_stride = by_keys ? K : 1;
+  scan.initial.k_stride = V;
+  scan.initial.v_stride = 1;
   scan.initial.size = K * V;
   if (scan.initial.y_sum != nullptr) scan.initial.y_sum = to.y_sums;
   if (scan.initial.z_sum != nullptr) scan.initial.z_sum = to.z_sums;

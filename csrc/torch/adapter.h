@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 /* Finds PyTorch's functions through `handle`, what dlopen gave for a library that depends on libtorch. NULL: kernels can be
- * registered.
- * Otherwise what stands in the way: the first one that is missing (PyTorch is older than 2.10), or this library's C++ runtime. */
+ * registered. Otherwise what stands in the way: the first function that is missing (PyTorch is older than 2.10), or this library's
+ * C++ runtime. */
 LEANFLEET_EXPORT const char* leanfleet_torch_attach(void* handle);
 
 /* Registers a kernel for the operator DOMAIN::form at the dispatch key ("CPU" or "CUDA"). `op` names the operator of the

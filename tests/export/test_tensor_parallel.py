@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from leanfleet.export import tensor_parallel
-from support.decoders import FAMILIES, SIZES, make
+from support.decoders import FAMILIES, HYBRIDS, SIZES, make
 
 MORE = {
     "gpt-neox": ("GPTNeoXConfig", dict(num_key_value_heads=None, head_dim=None, rotary_pct=0.5)),
@@ -20,6 +20,10 @@ MORE = {
         "LlamaConfig",
         dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=144, attention_bias=True, mlp_bias=True),
     ),
+    # The gated delta rule: 2 key heads, and 3 of which a rank has two
+    "qwen3-next": HYBRIDS["qwen3-next"],
+    "qwen3.5": HYBRIDS["qwen3.5"],
+    "qwen3.5-uneven": (HYBRIDS["qwen3.5"][0], HYBRIDS["qwen3.5"][1] | dict(linear_num_key_heads=3, linear_num_value_heads=6)),
 }
 
 

@@ -25,7 +25,7 @@ from leanfleet.export.serving import add_serving
 from leanfleet.generation import encode
 from leanfleet.ort_ops import generate, generation, load_decoder, stream
 from leanfleet.ort_ops.serving import ContinuousBatch
-from support.decoders import SIZES, byte_tokenizer, make, minimax, ours
+from support.decoders import HYBRIDS, SIZES, byte_tokenizer, hybrid, make, minimax, ours
 
 PROGRAM = """
 import os, sys, time
@@ -167,6 +167,25 @@ def exported(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    """(model, folder for two ranks, folder for one process) of a hybrid: softmax attention between layers of the gated delta
+    rule, whose three key heads are two and one."""
+    kind, sizes = HYBRIDS["qwen3.5"]
+    sizes = sizes | dict(linear_num_key_heads=3, linear_num_value_heads=6)
+    torch.manual_seed(3)
+    config = getattr(transformers, kind)(**{**SIZES, "vocab_size": 260, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+    folder = tmp_path_factory.mktemp("recurrent")
+    for name, world in (("two", 2), ("one", None)):
+        export_decoder(model, folder / name, byte_tokenizer(), tensor_parallel=world, verify=world is not None)
+        add_serving(model, folder / name, block=8, verify=world is not None)
+    return model, folder / "two", folder / "one"
+
+
+@pytest.fixture(scope="module")
 def shared(exported, tmp_path_factory):
     """{ranks: (model, folder)} of decoders whose context is shared out: that of "one", and one with sinks and windows."""
     folder, found = tmp_path_factory.mktemp("shared"), {}
@@ -254,6 +273,15 @@ def test_heads_that_do_not_divide(exported, tmp_path):
     assert heads == [{2}, {1}]
     found = said(folder, tmp_path)
     assert found[0] == found[1] and are_the_models(found[0][:12], ASKED, model)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_hybrid(recurrent, tmp_path):
+    """Steps, and a batch whose states and pages are given back and taken again."""
+    model, two, one = recurrent
+    found = said(two, tmp_path)
+    assert found[0] == found[1] == of_one_process(one) and are_the_models(found[0][:12], ASKED, model)
+    assert_same(driven(two, tmp_path), drive(ContinuousBatch(one, device="cpu", **SMALL)))
 
 
 # A rank's blocks are of 64 tokens: prompts of less than one, which grow over its border, of one, and of more than a round.
@@ -358,7 +386,8 @@ def drive(batch):
         if i % 5 == 3:
             batch.cancel(requests[random.integers(0, len(requests))])
     batch.run()
-    assert batch.preemptions and batch.shared_tokens and batch.pool.in_use == 0
+    assert batch.preemptions and batch.pool.in_use == 0
+    assert batch.shared_tokens or batch.free_states  # of models with states only what ends where a snapshot was taken
     return [[r.tokens, r.logprobs, [[token for token, _ in row] for row in r.top_logprobs]] for r in requests]
 
 
@@ -601,6 +630,12 @@ def test_ranks_of_a_folder(exported):
         load_decoder(two)
 
 
+def one_key_head():
+    kind, sizes = HYBRIDS["qwen3-next"]
+    config = getattr(transformers, kind)(**{**SIZES, **sizes, "linear_num_key_heads": 1})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
 def test_models_that_are_not_shared_out(tmp_path):
     def refusal(model, world=2, option="tensor_parallel"):
         with pytest.raises(ValueError) as error:
@@ -623,5 +658,8 @@ def test_models_that_are_not_shared_out(tmp_path):
         export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
+    assert "tensor_parallel is 2, and layer 0 (Qwen3NextGatedDeltaNet) has 1 head of keys" in refusal(one_key_head())
+    assert "layer 0 carries a state, and context_parallel" in refusal(one_key_head(), option="context_parallel")
+    assert "layer 0 carries a state, and tensor_parallel shares out softmax attention and" in refusal(hybrid("mamba2"))
     olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).eval()
     assert "q_norm.weight is [96], which tensor_parallel cannot share out by heads" in refusal(olmo)

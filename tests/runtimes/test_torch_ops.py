@@ -557,6 +557,38 @@ def test_other_kernels(way):
 
 
 @pytest.mark.slow
+def test_autograd_in_cpp(tmp_path):
+    """It compiles for the PyTorch that is installed, and this file passes with it."""
+    libraries = native.library_path("leanfleet").parent
+    for name in ("libleanfleet.so", "libleanfleet_ort.so", "libleanfleet_trt.so", "autograd.cpp"):
+        if (libraries / name).exists():
+            (tmp_path / name).symlink_to(libraries / name)
+    there = {**os.environ, "LEANFLEET_LIBRARY_DIR": str(tmp_path)}
+    there.pop("LEANFLEET_TORCH", None)
+    subprocess.run([sys.executable, "-m", "leanfleet.export.torch_autograd"], check=True, env=there, cwd=ROOT)
+    assert len(list(tmp_path.glob("libleanfleet_autograd_*.so"))) == 1
+    asked = "from leanfleet.export import torch_ops; print(torch_ops.way())"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=there, cwd=ROOT)
+    assert told.stdout == "compiled\n"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+        __file__,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=there, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.slow
 def test_another_word_for_the_way_to_the_kernels():
     done = subprocess.run(
         [sys.executable, "-c", "import leanfleet.export.torch_ops"],
