@@ -1,9 +1,10 @@
 """One rank's share of a transformers decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
 Query heads are shared out with the heads of keys and values that they attend over, and the value heads of layers of the gated
-delta rule with their key heads; so are the columns of feed-forward layers, and of each expert. A rank computes its share from
-whole hidden states, and what it adds to them is summed over the ranks behind the projection that ends the layer. Embeddings,
-norms, routers and the language model's head are on every rank.
+delta rule with their key heads; the heads of Falcon-H1's scans, with their groups where there are several; the columns of
+feed-forward layers, and of each expert. A rank computes its share from whole hidden states, and what it adds to them is summed
+over the ranks behind the projection that ends the layer. Embeddings, norms, routers and the language model's head are on every
+rank.
 
 The modules stay transformers' own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
 that traces, fuses and checks a decoder takes the share for a model like any other.
@@ -38,6 +39,7 @@ _FEED_FORWARD = (  # projections that begin and end a feed-forward layer
 _HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
 _DELTA_HEADS = "num_k_heads", "num_v_heads"  # of layers of the gated delta rule that are shared out
+_SCANS = ("FalconH1Mixer",)  # Mamba-2's mixers that are: others' norms go over all heads
 _TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
 _EACH_HEADS_OWN = "GPTNeoX"  # classes whose joint projection has each head's query, key and value in turn
 
@@ -67,14 +69,16 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     name, again = type(model).__name__, "export it for one GPU"
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
-    delta = _delta_layers(model)
-    others = [c for c in layers if int(c.partition(".")[0]) not in delta]
-    check_shared_layers(model, others, "tensor_parallel", "softmax attention and the gated delta rule of Qwen's layers")
-    for number, module in delta.items():
-        if world > module.num_k_heads:
+    recurrent = _recurrent_layers(model)
+    others = [c for c in layers if int(c.partition(".")[0]) not in recurrent]
+    known = "softmax attention, the gated delta rule of Qwen's layers and Falcon-H1's scans"
+    check_shared_layers(model, others, "tensor_parallel", known)
+    for number, module in recurrent.items():
+        count, what = _cut_by(module)
+        if world > count:
             raise ValueError(
-                f"{name}: tensor_parallel is {world}, and layer {number} ({type(module).__name__}) has {module.num_k_heads} "
-                f"head{'s' * (module.num_k_heads > 1)} of keys, none of which is cut: export it for fewer ranks"
+                f"{name}: tensor_parallel is {world}, and layer {number} ({type(module).__name__}) has {count} "
+                f"{what}{'s' * (count > 1)}, none of which is cut: export it for fewer ranks"
             )
     config = model.config.get_text_config(decoder=True)
     if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
@@ -99,16 +103,21 @@ def shard(model: Any, rank: int, world: int) -> Iterator[None]:
     """
     config = model.config.get_text_config(decoder=True)
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
-    delta = {id(module) for module in _delta_layers(model).values()}
+    recurrent = {id(module) for module in _recurrent_layers(model).values()}
+    done: set[int] = set()  # decoder layers whose feed-forward layers are shared out: some have attention beside a scan
     with ExitStack() as undo:
-        for layer, attention in _layers(model, delta):
+        for layer, attention in _layers(model, recurrent):
             path = next(path for path, m in model.named_modules() if m is attention)
             share = _Layer(undo, rank, world, f"{type(model).__name__}: layer {path} ({type(attention).__name__})")
-            if id(attention) in delta:
-                share.delta(attention)
-            else:
+            if id(attention) not in recurrent:
                 share.attention(attention, heads, kv_heads)
-            _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
+            elif type(attention).__name__ in _SCANS:
+                share.scan(attention)
+            else:
+                share.delta(attention)
+            if id(layer) not in done:
+                done.add(id(layer))
+                _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         own = shares(kv_heads, world)[rank]
         _set(undo, config, "head_dim", size)  # which otherwise follows from the number of heads
@@ -144,19 +153,27 @@ def alone(name: str) -> Iterator[None]:
         yield
 
 
-def _delta_layers(model: Module) -> dict[int, Any]:
-    """{number of the layer: its module} of those of the gated delta rule whose heads share nothing but the hidden states."""
+def _recurrent_layers(model: Module) -> dict[int, Any]:
+    """{number of the layer: its recurrent module} of those whose heads share nothing but the hidden states, and what a rank can
+    have for itself."""
     found = hybrid_layers(model)
-    return {n: m for n, m in found.items() if all(hasattr(m, name) for name in _DELTA_HEADS)}
+    return {n: m for n, m in found.items() if type(m).__name__ in _SCANS or all(hasattr(m, name) for name in _DELTA_HEADS)}
 
 
-def _layers(model: Module, delta: set[int]) -> list[tuple[Module, Any]]:
-    """[(decoder layer, its attention or its module of the gated delta rule)] of a model whose layers all have one."""
+def _cut_by(module: Any) -> tuple[int, str]:
+    """(how many there are of what a recurrent module is shared out by, its name)."""
+    if type(module).__name__ not in _SCANS:
+        return module.num_k_heads, "key head"
+    return (module.num_heads, "head") if module.n_groups == 1 else (module.n_groups, "group")
+
+
+def _layers(model: Module, recurrent: set[int]) -> list[tuple[Module, Any]]:
+    """[(decoder layer, its attention or recurrent module)] of a model whose layers all have one, or both."""
     found = []
     for module in model.modules():
         for child in module.children():
             attention = getattr(child, "layer_idx", None) is not None and type(child).__name__.endswith("Attention")
-            if attention or id(child) in delta:
+            if attention or id(child) in recurrent:
                 found.append((module, child))
     return found
 
@@ -270,6 +287,38 @@ class _Layer:
             _set(self.undo, module, name, Parameter(getattr(module, name).detach()[of_values], requires_grad=False))
         counts = {"num_k_heads": len(own), "num_v_heads": len(own_values), "key_dim": len(keys), "value_dim": len(values)}
         for name, count in {**counts, "conv_dim": len(channels)}.items():
+            if hasattr(module, name):
+                _set(self.undo, module, name, count)
+
+    def scan(self, module: Any) -> None:
+        """Mamba-2's mixer, by groups of heads or, where there is one group, by heads, with the group's B and C on each rank. Its
+        projection gives gates, values, B, C and dt; channels of its convolution are values, B and C."""
+        groups = range(1)
+        if module.n_groups > 1:
+            groups = shares(module.n_groups, self.world)[self.rank]
+            each = module.num_heads // module.n_groups
+            heads = range(groups.start * each, groups.stop * each)
+        else:
+            heads = shares(module.num_heads, self.world)[self.rank]
+        width, states = module.intermediate_size, module.n_groups * module.ssm_state_size
+        values, of_groups = _blocks(heads, module.head_dim), _blocks(groups, module.ssm_state_size)
+        of_heads = torch.arange(heads.start, heads.stop)
+        channels = torch.cat([values, width + of_groups, width + states + of_groups])
+        projected = torch.cat([values, width + channels, width + module.conv_dim + of_heads])
+        _set(self.undo, module, "in_proj", _rows(self._linear(module, "in_proj"), projected))
+        _set(self.undo, module, "out_proj", Reduced(self._linear(module, "out_proj"), values))
+        _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
+        for name in ("A_log", "D", "dt_bias"):
+            _set(self.undo, module, name, Parameter(getattr(module, name).detach()[of_heads], requires_grad=False))
+        if getattr(module, "mup_vector", None) is not None:
+            _set(self.undo, module, "mup_vector", module.mup_vector[..., projected])
+        if (weight := getattr(module.norm, "weight", None)) is not None:
+            if module.n_groups == 1:
+                raise self._not_by_heads("norm.weight", weight)
+            _set(self.undo, module.norm, "weight", Parameter(weight.detach()[values], requires_grad=False))
+            _set(self.undo, module.norm, "n_groups", len(groups))
+        counts = {"num_heads": len(heads), "n_groups": len(groups), "intermediate_size": len(values), "conv_dim": len(channels)}
+        for name, count in {**counts, "groups_time_state_size": len(of_groups)}.items():
             if hasattr(module, name):
                 _set(self.undo, module, name, count)
 

@@ -23,6 +23,9 @@ MORE = {
     # The gated delta rule: 2 key heads, and 3 of which a rank has two
     "qwen3-next": HYBRIDS["qwen3-next"],
     "qwen3.5": HYBRIDS["qwen3.5"],
+    # Scans beside attention: heads of one group, of which a rank has two and one, and groups with a norm of their own
+    "falcon-h1": (HYBRIDS["falcon-h1"][0], HYBRIDS["falcon-h1"][1] | dict(mamba_n_heads=3, mamba_d_ssm=72)),
+    "falcon-h1-groups": (HYBRIDS["falcon-h1"][0], HYBRIDS["falcon-h1"][1] | dict(mamba_n_groups=2, mamba_rms_norm=True)),
     "qwen3.5-uneven": (HYBRIDS["qwen3.5"][0], HYBRIDS["qwen3.5"][1] | dict(linear_num_key_heads=3, linear_num_value_heads=6)),
 }
 

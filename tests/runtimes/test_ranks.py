@@ -166,12 +166,12 @@ def exported(tmp_path_factory):
     return {**found, "one": (found["even"][0], folder / "one")}
 
 
-@pytest.fixture(scope="module")
-def recurrent(tmp_path_factory):
-    """(model, folder for two ranks, folder for one process) of a hybrid: softmax attention between layers of the gated delta
-    rule, whose three key heads are two and one."""
-    kind, sizes = HYBRIDS["qwen3.5"]
-    sizes = sizes | dict(linear_num_key_heads=3, linear_num_value_heads=6)
+@pytest.fixture(scope="module", params=("qwen3.5", "falcon-h1"))
+def recurrent(request, tmp_path_factory):
+    """(model, folder for two ranks, folder for one process) of hybrids: softmax attention between layers of the gated delta rule,
+    whose three key heads are two and one, and beside scans, whose three heads are."""
+    kind, sizes = HYBRIDS[request.param]
+    sizes = sizes | dict(linear_num_key_heads=3, linear_num_value_heads=6, mamba_n_heads=3, mamba_d_ssm=72)
     torch.manual_seed(3)
     config = getattr(transformers, kind)(**{**SIZES, "vocab_size": 260, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -658,8 +658,8 @@ def test_models_that_are_not_shared_out(tmp_path):
         export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
-    assert "tensor_parallel is 2, and layer 0 (Qwen3NextGatedDeltaNet) has 1 head of keys" in refusal(one_key_head())
+    assert "tensor_parallel is 2, and layer 0 (Qwen3NextGatedDeltaNet) has 1 key head" in refusal(one_key_head())
     assert "layer 0 carries a state, and context_parallel" in refusal(one_key_head(), option="context_parallel")
-    assert "layer 0 carries a state, and tensor_parallel shares out softmax attention and" in refusal(hybrid("mamba2"))
+    assert "layer 0 carries a state, and tensor_parallel shares out softmax attention, the" in refusal(hybrid("mamba2"))
     olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).eval()
     assert "q_norm.weight is [96], which tensor_parallel cannot share out by heads" in refusal(olmo)
