@@ -282,16 +282,11 @@ class _Layer:
         for name, index in taken.items():
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
         _set(self.undo, module, ends[0], Reduced(self._linear(module, ends[0]), values))
-        _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
-        for name in ("A_log", "dt_bias"):
-            _set(self.undo, module, name, Parameter(getattr(module, name).detach()[of_values], requires_grad=False))
         counts = {"num_k_heads": len(own), "num_v_heads": len(own_values), "key_dim": len(keys), "value_dim": len(values)}
-        for name, count in {**counts, "conv_dim": len(channels)}.items():
-            if hasattr(module, name):
-                _set(self.undo, module, name, count)
+        self._recurrence(module, of_values, channels, counts)
 
     def scan(self, module: Any) -> None:
-        """Mamba-2's mixer, by groups of heads or, where there is one group, by heads, with the group's B and C on each rank. Its
+        """Mamba-2's mixer, by groups of heads or, where there is one group, by heads, with its B and C on each rank. Its
         projection gives gates, values, B, C and dt; channels of its convolution are values, B and C."""
         groups = range(1)
         if module.n_groups > 1:
@@ -307,9 +302,6 @@ class _Layer:
         projected = torch.cat([values, width + channels, width + module.conv_dim + of_heads])
         _set(self.undo, module, "in_proj", _rows(self._linear(module, "in_proj"), projected))
         _set(self.undo, module, "out_proj", Reduced(self._linear(module, "out_proj"), values))
-        _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
-        for name in ("A_log", "D", "dt_bias"):
-            _set(self.undo, module, name, Parameter(getattr(module, name).detach()[of_heads], requires_grad=False))
         if getattr(module, "mup_vector", None) is not None:
             _set(self.undo, module, "mup_vector", module.mup_vector[..., projected])
         if (weight := getattr(module.norm, "weight", None)) is not None:
@@ -317,8 +309,16 @@ class _Layer:
                 raise self._not_by_heads("norm.weight", weight)
             _set(self.undo, module.norm, "weight", Parameter(weight.detach()[values], requires_grad=False))
             _set(self.undo, module.norm, "n_groups", len(groups))
-        counts = {"num_heads": len(heads), "n_groups": len(groups), "intermediate_size": len(values), "conv_dim": len(channels)}
-        for name, count in {**counts, "groups_time_state_size": len(of_groups)}.items():
+        counts = {"num_heads": len(heads), "n_groups": len(groups), "intermediate_size": len(values)}
+        self._recurrence(module, of_heads, channels, {**counts, "groups_time_state_size": len(of_groups)})
+
+    def _recurrence(self, module: Any, heads: torch.Tensor, channels: torch.Tensor, counts: dict[str, int]) -> None:
+        """What recurrent modules have in common: a convolution, numbers for each head, counts."""
+        _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
+        for name in ("A_log", "dt_bias", "D"):
+            if hasattr(module, name):
+                _set(self.undo, module, name, Parameter(getattr(module, name).detach()[heads], requires_grad=False))
+        for name, count in {**counts, "conv_dim": len(channels)}.items():
             if hasattr(module, name):
                 _set(self.undo, module, name, count)
 
