@@ -431,7 +431,7 @@ def _try_cuda() -> str:
 def _try_torch() -> str:
     import torch
 
-    from leanfleet.export import lean_attention
+    from leanfleet.export import lean_attention, torch_ops
 
     case, devices = Case(), ["cpu"]
     if torch.cuda.is_available() and "cuda" in native.build_info():
@@ -440,7 +440,8 @@ def _try_torch() -> str:
         tensors = [torch.tensor(case.inputs[n].tolist(), device=device).reshape(s) for n, s in case.shapes.items()]
         found = lean_attention(*tensors)
         case.compare({n: t.flatten().tolist() for n, t in zip(case.outputs, found)})
-    return f"torch.ops.leanfleet on {' and '.join(devices)}; LeanAttention right"
+    kernels = {"compiled": "compiled, autograd in C++", "stable": "compiled, autograd in Python", "ctypes": "by ctypes"}
+    return f"torch.ops.leanfleet on {' and '.join(devices)}, {kernels[torch_ops.way()]}; LeanAttention right"
 
 
 def _try_onnxruntime(provider: str) -> str:
