@@ -39,7 +39,7 @@ _FEED_FORWARD = (  # projections that begin and end a feed-forward layer
 _HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
 _DELTA_HEADS = "num_k_heads", "num_v_heads"  # of layers of the gated delta rule that are shared out
-_SCANS = ("FalconH1Mixer",)  # Mamba-2's mixers that are: others' norms go over all heads
+_SCANS = ("FalconH1Mixer",)  # Mamba-2 layers that are shared out; others' norms go over all heads
 _TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
 _EACH_HEADS_OWN = "GPTNeoX"  # classes whose joint projection has each head's query, key and value in turn
 
@@ -154,14 +154,13 @@ def alone(name: str) -> Iterator[None]:
 
 
 def _recurrent_layers(model: Module) -> dict[int, Any]:
-    """{number of the layer: its recurrent module} of those whose heads share nothing but the hidden states, and what a rank can
-    have for itself."""
+    """{number of the layer: its recurrent module} of those that can be shared out."""
     found = hybrid_layers(model)
     return {n: m for n, m in found.items() if type(m).__name__ in _SCANS or all(hasattr(m, name) for name in _DELTA_HEADS)}
 
 
 def _cut_by(module: Any) -> tuple[int, str]:
-    """(how many there are of what a recurrent module is shared out by, its name)."""
+    """(how many parts a recurrent module has that ranks can share, what they are called)."""
     if type(module).__name__ not in _SCANS:
         return module.num_k_heads, "key head"
     return (module.num_heads, "head") if module.n_groups == 1 else (module.n_groups, "group")
@@ -194,12 +193,16 @@ def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def _part(parameter: torch.Tensor, index: torch.Tensor | slice) -> Parameter:
+    return Parameter(parameter.detach()[index], requires_grad=False)
+
+
 def _rows(linear: Linear, index: torch.Tensor) -> Linear:
     """A projection to these rows of its outputs alone."""
     own = Linear(1, 1, bias=False, device="meta")
     own.in_features, own.out_features = linear.in_features, len(index)
-    own.weight = Parameter(linear.weight.detach()[index], requires_grad=False)
-    own.bias = None if linear.bias is None else Parameter(linear.bias.detach()[index], requires_grad=False)
+    own.weight = _part(linear.weight, index)
+    own.bias = None if linear.bias is None else _part(linear.bias, index)
     return own
 
 
@@ -222,8 +225,8 @@ class OwnConvolution(Module):
 
     def __init__(self, whole: Any, index: torch.Tensor) -> None:
         super().__init__()
-        self.weight = Parameter(whole.weight.detach()[index], requires_grad=False)
-        self.bias = None if whole.bias is None else Parameter(whole.bias.detach()[index], requires_grad=False)
+        self.weight = _part(whole.weight, index)
+        self.bias = None if whole.bias is None else _part(whole.bias, index)
 
 
 def _blocks(which: range, size: int, start: int = 0) -> torch.Tensor:
@@ -241,13 +244,11 @@ class _Layer:
         own_kv = shares(kv_heads, self.world)[self.rank]
         group = heads // kv_heads
         own = range(own_kv.start * group, own_kv.stop * group)
-        ends = [name for name in _OUTPUTS if hasattr(module, name)]
-        if len(ends) != 1:
-            raise self._unknown(module)
+        end = self._end(module)
         for name, index in self._inputs(module, heads, kv_heads, own, own_kv).items():
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
-        last = self._linear(module, ends[0])
-        _set(self.undo, module, ends[0], Reduced(last, _blocks(own, self._each(last.in_features, heads))))
+        last = self._linear(module, end)
+        _set(self.undo, module, end, Reduced(last, _blocks(own, self._each(last.in_features, heads))))
         self._parameters(module, heads, own)
         for names, all_of_them, count in ((_HEADS, heads, len(own)), (_KV_HEADS, kv_heads, len(own_kv))):
             for name in names:
@@ -270,31 +271,25 @@ class _Layer:
             **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
             **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), of_values),
         }
-        ends = [name for name in _OUTPUTS if hasattr(module, name)]
-        if len(ends) != 1:
-            raise self._unknown(module)
+        end = self._end(module)
         taken = {name: index for name, index in known.items() if hasattr(module, name)}
         for path, parameter in module.named_parameters():
             holder = path.partition(".")[0]
             each_head = parameter.shape in ((module.num_v_heads,), (module.head_v_dim,))
-            if holder not in (*taken, *ends, "conv1d") and not each_head:
+            if holder not in (*taken, end, "conv1d") and not each_head:
                 raise self._not_by_heads(path, parameter)
         for name, index in taken.items():
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
-        _set(self.undo, module, ends[0], Reduced(self._linear(module, ends[0]), values))
+        _set(self.undo, module, end, Reduced(self._linear(module, end), values))
         counts = {"num_k_heads": len(own), "num_v_heads": len(own_values), "key_dim": len(keys), "value_dim": len(values)}
         self._recurrence(module, of_values, channels, counts)
 
     def scan(self, module: Any) -> None:
         """Mamba-2's mixer, by groups of heads or, where there is one group, by heads, with its B and C on each rank. Its
         projection gives gates, values, B, C and dt; channels of its convolution are values, B and C."""
-        groups = range(1)
-        if module.n_groups > 1:
-            groups = shares(module.n_groups, self.world)[self.rank]
-            each = module.num_heads // module.n_groups
-            heads = range(groups.start * each, groups.stop * each)
-        else:
-            heads = shares(module.num_heads, self.world)[self.rank]
+        own = shares(_cut_by(module)[0], self.world)[self.rank]
+        each = module.num_heads // module.n_groups
+        groups, heads = (range(1), own) if module.n_groups == 1 else (own, range(own.start * each, own.stop * each))
         width, states = module.intermediate_size, module.n_groups * module.ssm_state_size
         values, of_groups = _blocks(heads, module.head_dim), _blocks(groups, module.ssm_state_size)
         of_heads = torch.arange(heads.start, heads.stop)
@@ -307,7 +302,7 @@ class _Layer:
         if (weight := getattr(module.norm, "weight", None)) is not None:
             if module.n_groups == 1:
                 raise self._not_by_heads("norm.weight", weight)
-            _set(self.undo, module.norm, "weight", Parameter(weight.detach()[values], requires_grad=False))
+            _set(self.undo, module.norm, "weight", _part(weight, values))
             _set(self.undo, module.norm, "n_groups", len(groups))
         counts = {"num_heads": len(heads), "n_groups": len(groups), "intermediate_size": len(values)}
         self._recurrence(module, of_heads, channels, {**counts, "groups_time_state_size": len(of_groups)})
@@ -317,7 +312,7 @@ class _Layer:
         _set(self.undo, module, "conv1d", OwnConvolution(module.conv1d, channels))
         for name in ("A_log", "dt_bias", "D"):
             if hasattr(module, name):
-                _set(self.undo, module, name, Parameter(getattr(module, name).detach()[heads], requires_grad=False))
+                _set(self.undo, module, name, _part(getattr(module, name), heads))
         for name, count in {**counts, "conv_dim": len(channels)}.items():
             if hasattr(module, name):
                 _set(self.undo, module, name, count)
@@ -346,7 +341,7 @@ class _Layer:
             if id(parameter) in replaced:
                 continue
             if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
-                _set(self.undo, module, path, Parameter(parameter.detach()[own.start : own.stop], requires_grad=False))
+                _set(self.undo, module, path, _part(parameter, slice(own.start, own.stop)))
             elif parameter.shape != (size,):
                 raise self._not_by_heads(path, parameter)
 
@@ -364,6 +359,13 @@ class _Layer:
                 "give it a model that is not quantised, or export this one for one GPU"
             )
         return found
+
+    def _end(self, module: Any) -> str:
+        """The name of a layer's last projection."""
+        ends = [name for name in _OUTPUTS if hasattr(module, name)]
+        if len(ends) != 1:
+            raise self._unknown(module)
+        return ends[0]
 
     def _each(self, size: int, count: int) -> int:
         """Rows or columns a head."""

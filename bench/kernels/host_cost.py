@@ -95,12 +95,6 @@ def measure(calls, wanted, device):
     return rows
 
 
-def torch_way():
-    from leanfleet.export import torch_ops
-
-    return torch_ops.way()
-
-
 def in_a_process(calls, way, device):
     command = [sys.executable, "-m", "bench.kernels.host_cost", "--calls", str(calls), "--way", way, "--device", device]
     environment = {**os.environ, "LEANFLEET_TORCH": WAYS.get(way, "")}
@@ -131,7 +125,9 @@ def main():
     parser.add_argument("--way", help="measure this way alone, and print its rows as JSON")
     args = parser.parse_args()
     if args.way is not None:
-        if args.way == "C++" and torch_way() != "compiled":
+        from leanfleet.export import torch_ops
+
+        if args.way == "C++" and torch_ops.way() != "compiled":
             raise SystemExit("autograd in C++ is not built: python -m leanfleet.export.torch_autograd")
         print(json.dumps(measure(args.calls, args.way not in WAYS, args.device)))
         return

@@ -39,8 +39,8 @@ STEPS = 2 * (WARM + TIMED) + 8
 PIECE = 4096  # tokens of the context that are read together: what layers compute for them takes memory
 
 
-NAMES = {"llama-3.2-1b": "Llama-3.2-1B's shape", "llama-3-8b": "Llama-3-8B's shape", "llama-3-70b": "Llama-3-70B's shape"}
-VOCABULARY = 128256  # of all of them
+NAMES = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B"}
+VOCABULARY = SHAPES["llama-3.2-1b"]["vocab_size"]  # of all of them
 OPTIONS = {"heads": "tensor_parallel", "context": "context_parallel"}  # of export_decoder, by what is shared out
 
 
@@ -183,8 +183,7 @@ def table(report):
     shared = ", whose tokens are shared out" if report.get("share") == "context" else ""
     shape = NAMES[report.get("shape", "llama-3.2-1b")]
     lines = [
-        f"{report['layers']} layers of {shape}, {report['dtype']}, "
-        f"{report['context']} tokens of context{shared}, "
+        f"{report['layers']} layers of {shape}'s shape, {report['dtype']}, {report['context']} tokens of context{shared}, "
         f"{report['gpu']}. Tokens in float32 on {gpus} GPUs {'equal' if report['tokens_equal'] else 'DIFFER FROM'} one's.",
         "",
         f"| batch | | one GPU, µs | {gpus} GPUs, µs | speed-up |",

@@ -197,19 +197,21 @@ def at_rate(engine, work, rate, seed):
     """({"first", "next": {"median", "p99"} milliseconds}, answer tokens a second) of requests that come `rate` a second."""
     comes = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(work)))
     times = [[] for _ in work]
-    added, begun = 0, time.perf_counter()
-    while any(len(told) < count for told, (_, count) in zip(times, work, strict=True)):
+    added, wanted, begun = 0, 0, time.perf_counter()  # wanted: tokens of those added that are still to come
+    while wanted or added < len(work):
         now = time.perf_counter() - begun
         while added < len(work) and comes[added] <= now:
             engine.add(added, *work[added])
+            wanted += work[added][1]
             added += 1
-        if all(len(told) == count for told, (_, count) in zip(times[:added], work)):
+        if not wanted:
             time.sleep(max(comes[added] - now, 0))
             continue
         names = engine.step()
         now = time.perf_counter() - begun
         for name in names:
             times[name].append(now)
+        wanted -= len(names)
     engine.end()
     first = [told[0] - come for told, come in zip(times, comes, strict=True)]
     gaps = np.concatenate([np.diff(told) for told in times])

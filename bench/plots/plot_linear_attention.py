@@ -14,6 +14,8 @@ import math
 import re
 from pathlib import Path
 
+from bench.kernels import linear_attention
+from bench.kernels.linear_attention import part
 from leanfleet import plotting
 
 COLORS = plotting.BLUE, plotting.RED
@@ -179,21 +181,9 @@ CONTENDERS = {
     "chunk_gla": ("fla chunk_gla", plotting.PURPLE),
     "flash SDPA": ("flash SDPA", plotting.GREY),
 }
-# (ours, the fla kernel that computes the like)
-PAIRS = [
-    ("NormalizedLinearAttention", "chunk_linear_attn"),
-    ("CausalLinearDecay, decay", "chunk_simple_gla, decay"),
-    ("CausalLinearDecay, decay", "chunk_gla"),
-]
+# (ours, the fla kernel that computes the like) of these
+PAIRS = [pair for pair in linear_attention.PAIRS if CONTENDERS.keys() >= {*pair} and pair[1] != "flash SDPA"]
 SIZES = {"heads": "head_size", "lengths": "tokens"}
-
-
-def part(row, name, way):
-    """µs of a contender's forward or backward in a line of a sweep; None: it has none."""
-    us = row["us"].get(name, {})
-    if way == FORWARD or len(us) < 2:
-        return us.get(way)
-    return us["both"] - us[FORWARD]
 
 
 def sweep(report, section, kind="bfloat16"):

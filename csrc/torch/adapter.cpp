@@ -77,7 +77,8 @@ struct Torch {
 };
 Torch torch;
 
-// Errors leave a kernel as exceptions, and PyTorch's C++ runtime has to know them: none where this library holds another one.
+// Whether the C++ runtime is outside of this library: errors leave kernels as exceptions, which PyTorch catches only where both
+// use one runtime.
 bool shares_runtime() {
   Dl_info here, runtime;
   return dladdr(&torch, &here) == 0 || dladdr(reinterpret_cast<void*>(abi::__cxa_current_exception_type), &runtime) == 0 ||

@@ -546,46 +546,40 @@ def test_compiled_kernels_are_registered():
     assert torch_ops._COMPILED == (os.environ.get("LEANFLEET_TORCH") != "ctypes")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("LEANFLEET_TORCH" in os.environ, reason="these are the other kernels")
-@pytest.mark.parametrize("way", ("ctypes", "stable"))
-def test_other_kernels(way):
-    """This file again with them."""
+DEFAULT_KERNELS = pytest.mark.skipif("LEANFLEET_TORCH" in os.environ, reason="these are the other kernels")
+
+
+def assert_this_file_passes(**environment):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LEANFLEET_TORCH": way}, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.slow
+@DEFAULT_KERNELS
+@pytest.mark.parametrize("way", ("ctypes", "stable"))
+def test_other_kernels(way):
+    assert_this_file_passes(LEANFLEET_TORCH=way)
+
+
+@pytest.mark.slow
+@DEFAULT_KERNELS
 def test_autograd_in_cpp(tmp_path):
     """It compiles for the PyTorch that is installed, and this file passes with it."""
     libraries = native.library_path("leanfleet").parent
     for name in ("libleanfleet.so", "libleanfleet_ort.so", "libleanfleet_trt.so", "autograd.cpp"):
         if (libraries / name).exists():
             (tmp_path / name).symlink_to(libraries / name)
-    there = {**os.environ, "LEANFLEET_LIBRARY_DIR": str(tmp_path)}
-    there.pop("LEANFLEET_TORCH", None)
-    subprocess.run([sys.executable, "-m", "leanfleet.export.torch_autograd"], check=True, env=there, cwd=ROOT)
+    there = {"LEANFLEET_LIBRARY_DIR": str(tmp_path), "LEANFLEET_TORCH": "compiled"}
+
+    def python(*words):
+        command = [sys.executable, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **there}, cwd=ROOT).stdout
+
+    python("-m", "leanfleet.export.torch_autograd")
     assert len(list(tmp_path.glob("libleanfleet_autograd_*.so"))) == 1
-    asked = "from leanfleet.export import torch_ops; print(torch_ops.way())"
-    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=there, cwd=ROOT)
-    assert told.stdout == "compiled\n"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not slow",
-        __file__,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=there, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert python("-c", "from leanfleet.export import torch_ops; print(torch_ops.way())") == "compiled\n"
+    assert_this_file_passes(**there)
 
 
 @pytest.mark.slow
