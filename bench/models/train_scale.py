@@ -876,6 +876,9 @@ def command_validate(args, argv):
 
     if args.way != "ours":
         raise SystemExit(f"train_scale: only ours is exported with its attention as one operator; '{args.way}' is not")
+    for name in ("run.json", f"{args.way}.pt", "validation.pt"):
+        if not (args.folder / name).exists():
+            raise SystemExit(f"train_scale: {args.folder / name} is missing: train ... --checkpoint-to {args.folder} writes it")
     run = json.loads((args.folder / "run.json").read_text())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Model(SHAPES[run["shape"]], args.way)

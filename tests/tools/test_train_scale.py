@@ -250,6 +250,8 @@ def test_trained_model_in_onnx_runtime(trained, capsys):
     assert "onnxruntime CPU" in (folder / "one.md").read_text()
     with pytest.raises(SystemExit, match="only ours is exported"):
         train_scale.main(["validate", str(folder / "weights"), "--way", "softmax"])
+    with pytest.raises(SystemExit, match="nowhere/run.json is missing: train ... --checkpoint-to"):
+        train_scale.main(["validate", str(folder / "nowhere")])
 
 
 def test_plot(trained, tmp_path):
