@@ -11,8 +11,9 @@ order, bfloat16 autocast over float32 weights, DistributedDataParallel with one 
 
 ours: NormalizedLinearAttention. softmax: PyTorch's, with the faster of its flash and cuDNN kernels, timed at the start. fla:
 chunk_linear_attn, normalised, of elu(x) + 1, the positive features of fla's own layer. fla-unit: the same of unit rows, as
-train_parity times it, whose sums of scores may be 0: not for curves. gla: fla's chunk_gla with its gates (a little more work
-and weights) and a norm of heads. fla's kernels are tuned over few configurations (bench.kernels.timing.quick_tuning). pytorch:
+train_parity times it, whose sums of scores may be 0: not for curves. ours-gated: CausalLinearDecay, whose decays come from the
+hidden states, one a head and token as in Mamba-2, and a norm of heads; simple-gla: fla's chunk_simple_gla in its place. gla:
+fla's chunk_gla, one gate a column, and the norm. fla's kernels are tuned over few configurations (bench.kernels.timing.quick_tuning). pytorch:
 ours in plain float32 PyTorch.
 
 Text: sources and texts of the interpreter's standard library, CUDA's headers and installed packages, each content once; one
@@ -58,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.kernels.timing import FLA_TUNING, quick_tuning
 from bench.models import train_parity
 from leanfleet import files, ranks
-from leanfleet.export import normalized_linear_attention, torch_ops
+from leanfleet.export import causal_linear_decay, normalized_linear_attention, torch_ops
 from leanfleet.export.linear_attention import rotary_tables, rotate
 
 VOCABULARY = 256  # bytes
@@ -66,8 +67,8 @@ SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".md", ".rst", ".txt", ".json")
 MOST_FILE_BYTES = 1 << 20  # larger ones are tables
 HELD_OUT = 50  # one file of so many is for validation
 READERS = 32  # threads
-GATE_RANK = 16  # of gla's gates, and by what it divides their logarithms: as fla's layer
-GATE_DIVISOR = 16
+GATE_RANK = 16  # of gla's gates
+GATE_DIVISOR = 16  # of the logarithms of gates, as in fla's layer
 BEGUN = "TRAIN_SCALE_BEGUN"  # tells ranks when their parent started, in seconds as of time.time
 WARM = 10  # steps of a training run that its steady speed leaves out
 
@@ -96,7 +97,7 @@ SHAPES = {
 }
 
 
-# Attentions: query, key, value [B,N,H,D] of one type, and gla's gates; output [B,N,H,D]
+# Attentions: query, key, value [B,N,H,D] of one type, and logarithms of gates [B,N,H,D] or [B,N,H,1]; output [B,N,H,D]
 
 
 def ours(query, key, value, gate):
@@ -119,18 +120,39 @@ def heads_first(mixer):
     return lambda query, key, value, gate: mixer(*(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
 
 
+def with_heads_normalised(attend):
+    def normalised(query, key, value, gate):
+        output = attend(query, key, value, gate)
+        return rms_norm(output, output.shape[-1:])
+
+    return normalised
+
+
+def ours_gated(query, key, value, gate):
+    scale = query.shape[-1] ** -0.5
+    return causal_linear_decay(query, key, value, gate.squeeze(-1), scale=scale, layout="bnhd")
+
+
+def simple_gla(query, key, value, gate):
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(query, key, value, gate.squeeze(-1))[0]
+
+
 def gla(query, key, value, gate):
     from fla.ops.gla import chunk_gla
 
-    output = chunk_gla(query, key, value, gate)[0]
-    return rms_norm(output, output.shape[-1:])
+    return chunk_gla(query, key, value, gate)[0]
 
 
 @dataclass(frozen=True)
 class Way:
+    """gates: None, "heads" (one a head) or "columns"."""
+
     attend: Callable
     says: str
     needs_fla: bool = False
+    gates: str | None = None
 
 
 WAYS = {
@@ -140,7 +162,18 @@ WAYS = {
     "fla-unit": Way(
         heads_first(train_parity.MIXERS["fla"]), "flash-linear-attention chunk_linear_attn, normalised, unit rows", True
     ),
-    "gla": Way(gla, "flash-linear-attention chunk_gla, gates of rank 16, heads normalised", True),
+    "ours-gated": Way(
+        with_heads_normalised(ours_gated), "leanfleet CausalLinearDecay, a gate a head, heads normalised", gates="heads"
+    ),
+    "simple-gla": Way(
+        with_heads_normalised(simple_gla),
+        "flash-linear-attention chunk_simple_gla, a gate a head, heads normalised",
+        True,
+        "heads",
+    ),
+    "gla": Way(
+        with_heads_normalised(gla), "flash-linear-attention chunk_gla, gates of rank 16, heads normalised", True, "columns"
+    ),
     "pytorch": Way(heads_first(train_parity.MIXERS["pytorch"]), "the function of ours in float32 PyTorch, in chunks"),
 }
 
@@ -166,7 +199,7 @@ def before_attention(block, x, cos, sin):
     query, key, value = (p(h).unflatten(-1, (-1, block.head_dim)) for p in (block.query, block.key, block.value))
     gate = None
     if block.gate is not None:
-        gate = (logsigmoid(block.gate(h).float()) / GATE_DIVISOR).unflatten(-1, (-1, block.head_dim))
+        gate = (logsigmoid(block.gate(h).float()) / GATE_DIVISOR).unflatten(-1, (query.shape[2], -1))
     fed = block.down(gelu(block.up(narrow(block.norm2(x)))))
     return turned(query, cos, sin), turned(key, cos, sin), value, gate, fed
 
@@ -185,8 +218,10 @@ class Block(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
         self.gate = None
-        if way == "gla":
+        if WAYS[way].gates == "columns":
             self.gate = nn.Sequential(nn.Linear(hidden, GATE_RANK, bias=False), nn.Linear(GATE_RANK, hidden))
+        elif WAYS[way].gates == "heads":
+            self.gate = nn.Linear(hidden, shape.heads)
 
     def forward(self, x, cos, sin):
         query, key, value, gate, fed = self.before(self, x, cos, sin)

@@ -27,6 +27,8 @@ WAYS = {  # of train_scale
     "softmax": "softmax",
     "fla": "flash-linear-attention",
     "fla-unit": "flash-linear-attention, unit rows",
+    "ours-gated": "leanfleet, gated",
+    "simple-gla": "flash-linear-attention, gated",
     "gla": "gated linear attention (fla)",
     "pytorch": "plain PyTorch, in chunks",
 }

@@ -10,6 +10,7 @@
 #include "core/chunk_scan_hopper_float32.cuh"
 #include "core/cuda_target.h"
 #include "core/op.h"
+#include "core/row_sums.h"
 #include "core/tensor_map.cuh"
 
 namespace leanfleet {
@@ -102,13 +103,14 @@ bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out)
 }
 
 // Whether keys are too wide for Hopper's kernel, but not halves of them, whose outputs add up: in T, so that halves that cancel
-// lose what T has not, and in float16 must not overflow.
+// lose what T has not, and in float16 must not overflow. Row sums are then found beforehand.
 bool in_halves(const ChunkScan& scan, const CudaTarget& target) {
-  return scan.y.width > kHopperMaxWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) && !scan.rank1 &&
-         !scan.row_sums && scan.row_dot == nullptr && !scan.own_slots && runs_hopper_code(target.device);
+  return scan.y.width > kHopperMaxWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) &&
+         (!scan.row_sums || row_sums_fit(scan)) && !scan.own_slots && runs_hopper_code(target.device);
 }
 
-// The scan over columns first .. first + width - 1 of the keys, which adds to the scans over those before.
+// The scan over columns first .. first + width - 1 of the keys, which adds to the scans over those before. The first has the
+// terms of rank 1.
 ChunkScan part_of(const ChunkScan& scan, int first, int width) {
   ChunkScan part = scan;
   for (ChunkTensor* t : {&part.x, &part.y}) {
@@ -117,7 +119,12 @@ ChunkScan part_of(const ChunkScan& scan, int first, int width) {
   }
   for (ChunkState* s : {&part.initial, &part.last})
     if (s->state != nullptr) s->state += first * s->k_stride;
-  part.accumulate = scan.accumulate || first > 0;
+  if (first > 0) {
+    part.accumulate = part.add_dots = true;
+    part.rank1 = false;
+    part.initial.z_sum = part.last.z_sum = nullptr;
+    part.initial.count = nullptr;
+  }
   return part;
 }
 
@@ -291,8 +298,11 @@ void chunk_scan_plan(ChunkScan& scan, int sm_count) { chunk::plan(scan, 1, sm_co
 int chunk_scans(const ChunkScan* scans, int count, const CudaTarget& target, Workspace& ws) {
   for (int i = 0; i < count;) {
     if (chunk::in_halves(scans[i], target)) {
-      for (int first = 0; first < scans[i].y.width; first += chunk::kHopperMaxWidth) {
-        const ChunkScan part = chunk::part_of(scans[i], first, chunk::kHopperMaxWidth);
+      ChunkScan whole = scans[i];
+      if (whole.row_sums)
+        if (const int failed = take_row_sums(whole, target, ws)) return failed;
+      for (int first = 0; first < whole.y.width; first += chunk::kHopperMaxWidth) {
+        const ChunkScan part = chunk::part_of(whole, first, chunk::kHopperMaxWidth);
         if (const int failed = chunk_scans(&part, 1, target, ws)) return failed;
       }
       ++i;

@@ -1079,7 +1079,8 @@ struct Cta : Site<T, S::kTokens, S::kColumns> {
       float sum = 0.0f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += small.dots[w][row];
-      *row_dot_at(at.chunk + row) = sum;
+      float* const to = row_dot_at(at.chunk + row);
+      *to = scan.add_dots ? *to + sum : sum;
     }
   }
 };

@@ -80,6 +80,7 @@ struct ChunkScan {
   int64_t sum_batch, sum_head, sum_token;
   ChunkTensor source;  // T, of out's shape: row_dot takes out_i·source_i before out is rounded, not with divide; or null
   float* row_dot;      // [slices][B,heads,N], contiguous
+  bool add_dots;       // to what is in row_dot
   ChunkState initial, last;
   bool carried_in_place;  // `last` is asked for and may take the buffers of `initial`
   bool own_slots;         // the caller has planned and set `slots`, and wants the sums before each segment in them

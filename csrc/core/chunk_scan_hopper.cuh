@@ -449,7 +449,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < 4 * kGroups; ++w) sum += small.dots[out.slot][w][row];
-            *Base::row_dot_at(at.chunk + row) = sum;
+            float* const to = Base::row_dot_at(at.chunk + row);
+            *to = scan.add_dots ? *to + sum : sum;
           }
         }
         for (int group = 0; group < kGroups; ++group) {

@@ -105,8 +105,8 @@ def delta_rule(tmp_path_factory):
 def linear_decay(tmp_path_factory):
     templates = "causal_linear_decay/rows_launch.cu.in", "core/chunk_scan_launch.cu.in"
     instances = [(t, {"TYPE": of}) for t in templates for of in ("float", "__half", "__nv_bfloat16")]
-    operators = ["CausalLinearDecay", "CausalLinearDecayGrad"]
-    return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu"], instances)
+    operators = ["CausalLinearDecay", "CausalLinearDecayGrad", "NormalizedLinearAttention", "NormalizedLinearAttentionGrad"]
+    return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu", "core/row_sums.cu"], instances)
 
 
 def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=None, norm=False, rows=3, **attrs):
@@ -157,6 +157,44 @@ def test_linear_decay_of_shared_heads(linear_decay, heads):
     grad((40, 20, 9), layout="bnhd")
     grad((40, 16, 8), "float16", offsets=(0, 20, 20, 38))
     assert products(linear_decay) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_row_sums_of_wide_keys(linear_decay, dtype):
+    """Keys beyond 128 columns go in halves, with row sums found beforehand: carried, in place, packed, of shared heads."""
+
+    def check(name, present, heads, size, offsets=None, **attrs):
+        size = (1 if offsets else 2, *heads, *size)
+        inputs = linear_cases.fill(name, present, size, attrs, seed=len(present), dtype=dtype, offsets=offsets)
+        op = spec.all_specs()[name]
+        exact = [inputs.get(t.name) for t in op.inputs]
+        exact = [x.double() if x is not None and x.is_floating_point() else x for x in exact]
+        expected = getattr(reference, op.snake_name)(*exact, **attrs)
+        for in_place in (False, True) if not name.endswith("Grad") else (False,):
+            given = {n: x.clone() for n, x in inputs.items()}
+            found = run_simulated(linear_decay, name, given, attrs, in_place=in_place)
+            for (output, x), e in zip(found.items(), expected, strict=True):
+                if offsets and output == "output":
+                    assert not x[:, :, offsets[-1] :].any() and not x[:, :, : offsets[0]].any()
+                error = ((x.double() - e).norm() / e.double().norm().clamp_min(1e-30)).item()
+                allowed = {"float16": 1.5e-3, "bfloat16": 1.2e-2}[dtype]
+                if output == "grad_coefficients":  # two sums of terms that cancel
+                    allowed *= linear_cases.coefficient_terms(inputs, attrs) / e.norm().item()
+                assert error <= allowed, (name, output, size, error, allowed)
+
+    sums = ["initial_state", "initial_norm"]
+    decay, normalized = "CausalLinearDecay", "NormalizedLinearAttention"
+    lightning = dict(algorithm="lightning", normalize=1, return_state=1)
+    check(decay, [], (2, 2, 2), (70, 136, 8), **lightning)
+    check(decay, sums, (4, 2, 2), (600, 200, 16), layout="bnhd", **lightning)
+    check(decay, sums, (2, 2, 4), (33, 255, 12), eps=1e-2, **lightning)
+    pool = ["cu_seqlens", "state_index", *sums]
+    check(decay, pool, (2, 2, 2), (300, 256, 8), offsets=(7, 40, 40, 41, 290), **lightning)
+    check(normalized, linear_cases.SUMS + ["coefficients"], (4, 2), (530, 160, 40), return_state=1)
+    check(normalized, [], (2, 2), (130, 256, 72), normalize_qk=1, layout="bnhd")
+    check(normalized + "Grad", ["coefficients"], (4, 2), (130, 136, 24), normalize_qk=1)
+    check(normalized + "Grad", ["coefficients"], (2, 2), (70, 136, 160), layout="bnhd")
 
 
 def copy_of(folder, tmp_path_factory):

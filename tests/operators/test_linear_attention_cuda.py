@@ -13,7 +13,7 @@ from leanfleet import spec
 from leanfleet.export import reference
 from support import non_finite
 from support.kernels import Launches, run_kernel
-from support.linear_cases import LINEAR, PACKED_CASES, SHARED_HEADS, fill
+from support.linear_cases import LINEAR, PACKED_CASES, SHARED_HEADS, coefficient_terms, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -108,25 +108,6 @@ def cancelling_parts(inputs, attrs):
         keys, queries = (x.sum(2, keepdim=True).expand_as(x) for x in (keys, queries))
     parts = rho * keys / sizes[0], queries.flip(2).unflatten(1, (-1, group)).sum(2) / sizes[1]
     return {n: abs(b) * x.norm().item() for n, x in zip(("grad_query", "grad_key"), parts, strict=True)}
-
-
-def coefficient_terms(inputs, attrs):
-    """Norm over the tokens of the terms that the gradients of NormalizedLinearAttention's coefficients subtract: of da the value
-    sums against the output's gradient and the count, of db the query against both parts of its own gradient."""
-    q, k, v, output, g, grad = (
-        inputs[n].double() if attrs["layout"] == "bhnd" else inputs[n].double().transpose(1, 2)
-        for n in ("query", "key", "value", "output", "normalizer", "grad_output")
-    )
-    if attrs["normalize_qk"]:
-        q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.float64, device=q.device)
-    seen = seen.tril() if attrs["causal"] else seen
-    w = grad / g.unsqueeze(-1)
-    r = (output * w).sum(-1).abs()
-    of_a = ((seen @ v) * w).sum(-1).abs() + r * seen.sum(-1)
-    of_b = q.norm(dim=-1) * (((w @ v.mT * seen) @ k).norm(dim=-1) + r * (seen @ k).norm(dim=-1))
-    return torch.stack([of_a.norm(), of_b.norm()]).norm().item()
 
 
 def check(op_name, inputs, attrs, in_place=False):
@@ -335,6 +316,29 @@ def test_wide_keys_of_several_segments(R, Dv, dtype):
     check("CausalLinearDecay", inputs, attrs)
     for decay in ("head", "none"):  # with and without grad_decay
         check("CausalLinearDecayGrad", *decay_case(R, dtype, B=1, H=2, Hkv=2, N=1100, R=R, Dv=Dv, grad=True, decay=decay))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("R, Dv", ((136, 72), (200, 256), (255, 64), (256, 192)))
+def test_row_sums_of_wide_keys(R, Dv, dtype):
+    """They are found before the halves of the keys are scanned: states in place, packed in a pool, of one or many segments."""
+    normalised = dict(R=R, Dv=Dv, algorithm="lightning", normalize=True, decay="none")
+    for N, H, Hkv in ((1, 2, 2), (5, 2, 2), (130, 4, 1), (1100, 2, 1), (9000, 2, 2)):
+        inputs, attrs = decay_case(N, dtype, B=1 + N % 2, H=H, Hkv=Hkv, N=N, layout=("bhnd", "bnhd")[N % 2], **normalised)
+        first = check("CausalLinearDecay", inputs, attrs, in_place=True)
+        again = run_kernel("CausalLinearDecay", inputs, attrs)
+        assert all(same_bits(first[n], t) for n, t in again.items())
+    inputs, attrs = decay_case(R, dtype, H=2, Hkv=2, packed=(600, 3, 0, 1, 700), pool=2, **normalised)
+    inputs["cu_seqlens"][0], inputs["cu_seqlens"][5] = 7, 1290  # tokens of no request
+    check("CausalLinearDecay", inputs, attrs)
+    check("CausalLinearDecay", inputs, attrs, in_place=True)
+    inputs, attrs = decay_case(3, dtype, N=300, heads=(6, 2, 6), **normalised)
+    check("CausalLinearDecay", inputs, attrs, in_place=True)
+    for N, H, Hkv, unit in ((65, 4, 2, 0), (1100, 2, 2, 1), (3000, 2, 1, 1)):
+        for state in (False, True):
+            case = dict(N=N, H=H, Hkv=Hkv, D=R, Dv=Dv, coefficients=True, normalize_qk=unit, layout=("bhnd", "bnhd")[N % 2])
+            check("NormalizedLinearAttention", *normalized_case(N, dtype, state=state, **case), in_place=state)
+            check("NormalizedLinearAttentionGrad", *normalized_case(N, dtype, grad=True, grad_coefficients=state, **case))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)

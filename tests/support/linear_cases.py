@@ -102,6 +102,25 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
     return inputs
 
 
+def coefficient_terms(inputs, attrs):
+    """Norm over the tokens of the terms that the gradients of NormalizedLinearAttention's coefficients subtract: of da the value
+    sums against the output's gradient and the count, of db the query against both parts of its own gradient."""
+    q, k, v, output, g, grad = (
+        inputs[n].double() if attrs.get("layout", "bhnd") == "bhnd" else inputs[n].double().transpose(1, 2)
+        for n in ("query", "key", "value", "output", "normalizer", "grad_output")
+    )
+    if attrs.get("normalize_qk"):
+        q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.float64, device=q.device)
+    seen = seen.tril() if attrs.get("causal", 1) else seen
+    w = grad / g.unsqueeze(-1)
+    r = (output * w).sum(-1).abs()
+    of_a = ((seen @ v) * w).sum(-1).abs() + r * seen.sum(-1)
+    of_b = q.norm(dim=-1) * (((w @ v.mT * seen) @ k).norm(dim=-1) + r * (seen @ k).norm(dim=-1))
+    return torch.stack([of_a.norm(), of_b.norm()]).norm().item()
+
+
 # Hq, Hk, Hv of CausalLinearDecay: inverse grouping with and without queries of their own, both kinds of sharing at once.
 SHARED_HEADS = ((1, 1, 8), (2, 2, 6), (4, 2, 8), (4, 1, 2), (6, 1, 6))
 STATE = ["initial_state"]

@@ -194,11 +194,19 @@ def test_what_fla_is_given(monkeypatch):
         scores = ((q * decay.exp()) @ (k * (-decay).exp()).mT).tril()
         return (scores @ v).transpose(1, 2), None
 
-    for name, function in (("linear_attn", chunk_linear_attn), ("gla", chunk_gla)):
+    def chunk_simple_gla(q, k, v, g):
+        assert (g < 0).all() and g.dtype == torch.float32 and g.shape == q.shape[:3]
+        decay = g.transpose(1, 2).cumsum(2)
+        q, k, v = checked(q, k, v)
+        kept = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril().exp().tril()
+        return (q @ k.mT * q.shape[-1] ** -0.5 * kept @ v).transpose(1, 2), None
+
+    stubs = {"linear_attn": chunk_linear_attn, "gla": chunk_gla, "simple_gla": chunk_simple_gla}
+    for name, function in stubs.items():
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{function.__name__: function}))
     ids = torch.randint(256, (2, 128))
     shape, losses = train_scale.SHAPES["tiny"], {}
-    for way in ("ours", "fla", "fla-unit", "gla"):
+    for way in ("ours", "fla", "fla-unit", "gla", "ours-gated", "simple-gla"):
         model = train_scale.Model(shape, way)
         train_scale.initialise(model, shape, 0)
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -207,6 +215,7 @@ def test_what_fla_is_given(monkeypatch):
         losses[way] = loss.item(), model.head.weight.clone()
     assert torch.equal(losses["ours"][1], losses["gla"][1])
     assert all(abs(losses[way][0] - losses["ours"][0]) < 0.5 for way in ("fla", "gla"))
+    assert losses["ours-gated"][0] == pytest.approx(losses["simple-gla"][0], abs=1e-5) != losses["gla"][0]
 
 
 def test_layers_computed_again_give_the_same(text, tmp_path, trained):
