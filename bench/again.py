@@ -118,6 +118,10 @@ LEFT = {
     "speculate_cpu": "needs a folder that leanfleet export --serve wrote: models.speculate",
     "train_parity_h200": "an hour of training: models.train_parity train",
     "train_parity_onnxruntime_h200": "needs the checkpoint of that training: models.train_parity validate",
+    "train_scale_h200": (
+        "needs two GPUs: models.train_scale train OUT --ways ours,softmax,fla --gpus 2 --batch-tokens 131072, then validate"
+    ),
+    "train_scale_speed_h200": "needs two GPUs: models.train_scale speed OUT --gpus 2 --warm 4 --timed 8",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
     "vllm_h100": "the same",
     "falcon_h1_ours_h100": "our side of Falcon-H1's lines of vllm_h100, later: models.vllm ours --drawn 0 --no-serving",

@@ -23,7 +23,7 @@ from bench.kernels import (
     ort_cuda,
     sample_tokens,
 )
-from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, tensor_parallel, vllm
+from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, tensor_parallel, train_scale, vllm
 from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
 
 OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
@@ -80,6 +80,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantised_caches_cpu": of("quantised_caches_cpu", quantised_caches.table),
     "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),
     "sample_tokens_h200": of("sample_tokens_h200", lambda r: sample_tokens.table(r["rows"])),
+    "train_scale_h200": of("train_scale_h200", train_scale.table),
+    "train_scale_speed_h200": of("train_scale_speed_h200", train_scale.speed_table),
     "vllm_h200": of("vllm_h200", vllm.text),
     "vllm_h100": of("vllm_h100", vllm.text),
     "whole_models_h200": lambda: plot_end_to_end.text(pictures.whole_models()),

@@ -13,8 +13,8 @@ ours: NormalizedLinearAttention. softmax: PyTorch's, with the faster of its flas
 chunk_linear_attn, normalised, of elu(x) + 1, the positive features of fla's own layer. fla-unit: the same of unit rows, as
 train_parity times it, whose sums of scores may be 0: not for curves. ours-gated: CausalLinearDecay, whose decays come from the
 hidden states, one a head and token as in Mamba-2, and a norm of heads; simple-gla: fla's chunk_simple_gla in its place. gla:
-fla's chunk_gla, one gate a column, and the norm. fla's kernels are tuned over few configurations (bench.kernels.timing.quick_tuning). pytorch:
-ours in plain float32 PyTorch.
+fla's chunk_gla, a gate a column, and the norm. pytorch: ours in plain float32 PyTorch. fla's kernels are tuned over few
+configurations (bench.kernels.timing.quick_tuning).
 
 Text: sources and texts of the interpreter's standard library, CUDA's headers and installed packages, each content once; one
 file of 50 is held out. The JSON names both by hash: other machines have other texts.

@@ -32,7 +32,12 @@ def draw(folder: Path) -> list[Path]:
             make(report, made[-1])
     (report,) = read("linear_sweeps_h100.json")
     made += plot_linear_attention.draw(report, folder, "h100")
-    for name, make in (("train_parity", plot_training.parity), ("train_speed", plot_training.speed)):
+    for name, make in (
+        ("train_parity", plot_training.parity),
+        ("train_speed", plot_training.speed),
+        ("train_scale", plot_training.scale),
+        ("train_scale_speed", plot_training.scale_speed),
+    ):
         (report,) = read(f"{name}_h200.json")
         made.append(folder / f"{name}_h200.svg")
         make(report, made[-1])
