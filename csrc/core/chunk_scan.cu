@@ -105,23 +105,24 @@ bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out)
 // Whether keys are too wide for Hopper's kernel, but not halves of them, whose outputs add up: in T, so that halves that cancel
 // lose what T has not, and in float16 must not overflow. Row sums are then found beforehand.
 bool in_halves(const ChunkScan& scan, const CudaTarget& target) {
-  return scan.y.width > kHopperMaxWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) &&
+  return scan.y.width > kChunkPartWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) &&
          (!scan.row_sums || row_sums_fit(scan)) && !scan.own_slots && runs_hopper_code(target.device);
 }
 
-// The scan over columns first .. first + width - 1 of the keys, which adds to the scans over those before. The first has the
-// terms of rank 1.
+// The scan over columns first .. first + width - 1 of the keys, which adds to the scans over those before.
 ChunkScan part_of(const ChunkScan& scan, int first, int width) {
   ChunkScan part = scan;
   for (ChunkTensor* t : {&part.x, &part.y}) {
     if (t->data != nullptr) t->data = static_cast<const char*>(t->data) + 2 * static_cast<int64_t>(first);
     t->width = t->width - first < width ? t->width - first : width;
   }
+  for (ChunkFactor* f : {&part.x_rank1, &part.y_rank1})
+    if (f->data != nullptr) f->data += (1 + first / width) * scan.rank1_parts;
   for (ChunkState* s : {&part.initial, &part.last})
     if (s->state != nullptr) s->state += first * s->k_stride;
   if (first > 0) {
     part.accumulate = part.add_dots = true;
-    part.rank1 = false;
+    part.rank1 = scan.rank1_parts != 0;
     part.initial.z_sum = part.last.z_sum = nullptr;
     part.initial.count = nullptr;
   }
@@ -158,7 +159,7 @@ void plan(ChunkScan& scan, int count, int sm_count) {
 }
 
 bool joins_others(const ChunkScan& scan) {
-  return scan.dtype != static_cast<int32_t>(DType::kFloat32) && scan.y.width <= kHopperMaxWidth && !scan.accumulate;
+  return scan.dtype != static_cast<int32_t>(DType::kFloat32) && scan.y.width <= kChunkPartWidth && !scan.accumulate;
 }
 
 // How many of the scans from `scans` on one launch runs, alignment permitting.
@@ -217,7 +218,7 @@ int launch_passes(const ChunkGroup& group, bool hopper, bool hopper_code, bool a
     const auto typed = single ? launch_typed<float> : half ? launch_typed<__half> : launch_typed<__nv_bfloat16>;
     for (int i = 0; i < group.count; ++i) {
       const ChunkScan& scan = group.scans[i];
-      const int failed = single && hopper_code && aligned && scan.y.width <= kHopperMaxWidth
+      const int failed = single && hopper_code && aligned && scan.y.width <= kChunkPartWidth
                              ? launch_hopper_float32(scan, pass, stream)
                              : typed(scan, pass, aligned, max_shared_bytes, stream);
       if (failed != cudaSuccess) return failed;
@@ -276,7 +277,7 @@ int run_group(ChunkGroup& group, const CudaTarget& target, Workspace& ws) {
     aligned = aligned && aligned_rows(scan.x, per_16_bytes) && aligned_rows(scan.y, per_16_bytes) &&
               aligned_rows(scan.z, per_16_bytes) && aligned_rows(out, per_16_bytes);
     if (scan.row_dot != nullptr) aligned = aligned && aligned_rows(scan.source, per_16_bytes);
-    hopper = hopper && aligned && scan.y.width <= kHopperMaxWidth && encode_maps(&group.maps[i], scan, out);
+    hopper = hopper && aligned && scan.y.width <= kChunkPartWidth && encode_maps(&group.maps[i], scan, out);
   }
   const ChunkScan& first = group.scans[0];
   const bool combined = !hopper || !first.causal || first.own_slots || first.segments - 1 > kMaxUncombined;
@@ -301,8 +302,8 @@ int chunk_scans(const ChunkScan* scans, int count, const CudaTarget& target, Wor
       ChunkScan whole = scans[i];
       if (whole.row_sums)
         if (const int failed = take_row_sums(whole, target, ws)) return failed;
-      for (int first = 0; first < whole.y.width; first += chunk::kHopperMaxWidth) {
-        const ChunkScan part = chunk::part_of(whole, first, chunk::kHopperMaxWidth);
+      for (int first = 0; first < whole.y.width; first += kChunkPartWidth) {
+        const ChunkScan part = chunk::part_of(whole, first, kChunkPartWidth);
         if (const int failed = chunk_scans(&part, 1, target, ws)) return failed;
       }
       ++i;

@@ -73,6 +73,9 @@ struct ChunkScan {
   void* out;                  // T, strided as out_strides, whose data is not used; 0 for tokens of no request
   ChunkTensor out_strides;
   ChunkFactor x_factor, x_rank1, y_factor, y_rank1, z_factor;  // fx, rx, ry, fy, fz
+  // Where rx ry cancels much of x·y, and keys are wider than kChunkPartWidth: so many floats behind what x_rank1 or y_rank1 has
+  // begins what cancels the first so many columns, and as many behind that what cancels the others. 0: it is not split.
+  int64_t rank1_parts;
   const float* log_decay;  // natural logarithms, [state heads] or [B,state heads,N]; null: no decay
   bool decay_per_token;
   int64_t decay_batch, decay_head, decay_token;
@@ -96,7 +99,8 @@ struct ChunkScan {
   bool combined;  // they hold the sums before the next segment instead of a segment's own
 };
 
-constexpr int kChunkMaxWidth = 256;  // of K; the caller adds up the parts of wider ones
+constexpr int kChunkMaxWidth = 256;   // of K; the caller adds up the parts of wider ones
+constexpr int kChunkPartWidth = 128;  // of K, that Hopper's kernel takes: it scans wider ones in parts
 
 // The column slices that chunk_scan makes of V.
 int chunk_scan_slices(const ChunkScan& scan);

@@ -1632,8 +1632,6 @@ __global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, 
 #endif
 }
 
-constexpr int kHopperMaxWidth = 128;
-
 // Whether scans have the same kernel and as many CTAs.
 inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
   const auto extras = [](const ChunkScan& scan) { return scan.rank1 || scan.row_sums; };

@@ -145,14 +145,22 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) out[index] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
 }
 
-// 1 / g_i with |g_i| held, and r_i = o_i · grad_o_i / g_i, or 0 where it is held.
-__device__ __forceinline__ void put_weights(const GradArgs& args, const Row& row, int64_t index, float dot, float* inverse,
-                                            float* rest) {
+// Of the values' columns: those of the first part (kChunkPartWidth), and those of the second, if there are any.
+constexpr int kValueParts = kChunkMaxWidth / kChunkPartWidth;
+__host__ __device__ __forceinline__ bool rest_in_parts(const Inputs& in) { return in.value_dim > kChunkPartWidth; }
+
+// 1 / g_i with |g_i| held, and r_i = o_i · grad_o_i / g_i, or 0 where it is held: [rows], and behind it that of each part of the
+// columns, if there are several. dots: o_i · grad_o_i of each.
+__device__ __forceinline__ void put_weights(const GradArgs& args, const Row& row, int64_t index,
+                                            const float (&dots)[kValueParts], float* inverse, float* rest) {
   const float eps = args.in.eps, g = args.normalizer[offset_of(row, args.in.normalizer_strides)];
   const bool held = fabsf(g) < eps;
   const float divisor = held ? (g < 0.0f ? -eps : eps) : g;
   inverse[index] = 1.0f / divisor;
-  rest[index] = held ? 0.0f : dot / divisor;
+  rest[index] = held ? 0.0f : (dots[0] + dots[1]) / divisor;
+  if (!rest_in_parts(args.in)) return;
+  const int64_t rows = args.in.batch * args.in.heads * args.in.tokens;
+  for (int part = 0; part < kValueParts; ++part) rest[(1 + part) * rows + index] = held ? 0.0f : dots[part] / divisor;
 }
 
 template <class T>
@@ -163,11 +171,14 @@ __global__ void __launch_bounds__(kThreads) WeightKernel(const __grid_constant__
   const Row row = row_at(index, in.heads, in.tokens);
   const T* output = static_cast<const T*>(args.output) + offset_of(row, in.output_strides);
   const T* grad = static_cast<const T*>(args.grad_output) + offset_of(row, in.output_strides);
-  float dot = 0.0f;
-  for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32)
-    dot += static_cast<float>(output[d]) * static_cast<float>(grad[d]);
-  dot = warp_sum(dot);
-  if (threadIdx.x % 32 == 0) put_weights(args, row, index, dot, inverse, rest);
+  float dots[kValueParts] = {};
+  for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32) {
+    const float product = static_cast<float>(output[d]) * static_cast<float>(grad[d]);
+    dots[0] += d < kChunkPartWidth ? product : 0.0f;
+    dots[1] += d < kChunkPartWidth ? 0.0f : product;
+  }
+  for (float& dot : dots) dot = warp_sum(dot);
+  if (threadIdx.x % 32 == 0) put_weights(args, row, index, dots, inverse, rest);
 }
 
 // The same for rows whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their way at once.
@@ -177,12 +188,13 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     WeightOfAlignedKernel(const __grid_constant__ GradArgs args, unsigned token_blocks, float* inverse, float* rest) {
   constexpr int kElements = 16 / sizeof(T), kParts = 2;
+  static_assert(kChunkPartWidth % (kParts * kWeightLanes * kElements) == 0, "what is loaded at once is of one part");
   const Inputs& in = args.in;
   const unsigned of_head = blockIdx.x / token_blocks;
   const int64_t batch = of_head / static_cast<unsigned>(in.heads), head = of_head % static_cast<unsigned>(in.heads);
   const int64_t first = static_cast<int64_t>(blockIdx.x % token_blocks) * kWeightTokens + threadIdx.x / kWeightLanes;
   const int lane = threadIdx.x % kWeightLanes;
-  float dots[kWeightRows] = {};
+  float dots[kWeightRows][kValueParts] = {};
   for (int64_t d = lane * kElements; d < in.value_dim; d += kParts * kWeightLanes * kElements) {
     uint4 output[kWeightRows][kParts] = {}, grad[kWeightRows][kParts] = {};
 #pragma unroll
@@ -201,14 +213,18 @@ __global__ void __launch_bounds__(kThreads)
       for (int part = 0; part < kParts; ++part) {
         const T* const o = reinterpret_cast<const T*>(&output[r][part]);
         const T* const g = reinterpret_cast<const T*>(&grad[r][part]);
+        float dot = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) dots[r] += static_cast<float>(o[i]) * static_cast<float>(g[i]);
+        for (int i = 0; i < kElements; ++i) dot += static_cast<float>(o[i]) * static_cast<float>(g[i]);
+        dots[r][0] += d < kChunkPartWidth ? dot : 0.0f;
+        dots[r][1] += d < kChunkPartWidth ? 0.0f : dot;
       }
   }
 #pragma unroll
   for (int r = 0; r < kWeightRows; ++r) {
 #pragma unroll
-    for (int offset = kWeightLanes / 2; offset > 0; offset /= 2) dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], offset);
+    for (int offset = kWeightLanes / 2; offset > 0; offset /= 2)
+      for (float& dot : dots[r]) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
     const int64_t token = first + r * (kThreads / kWeightLanes);
     if (lane == 0 && token < in.tokens)
       put_weights(args, {batch, head, token}, static_cast<int64_t>(of_head) * in.tokens + token, dots[r], inverse, rest);
@@ -434,7 +450,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   const int64_t query_rows = in.batch * in.heads * in.tokens, key_rows = in.batch * in.kv_heads * in.tokens;
   const auto group = static_cast<int32_t>(in.heads / in.kv_heads);
   float* const inverse = ws.scratch<float>(query_rows);
-  float* const rest = ws.scratch<float>(query_rows);
+  float* const rest = ws.scratch<float>(rest_in_parts(in) ? (1 + kValueParts) * query_rows : query_rows);
   float* const query_units = ws.scratch<float>(in.normalize_qk ? query_rows : 0);
   float* const key_units = ws.scratch<float>(in.normalize_qk ? key_rows : 0);
   const bool wants_coefficients = args.wants_grad_coefficients, wants_dots = wants_coefficients || in.normalize_qk;
@@ -461,6 +477,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   of_query.out_times = b;
   of_query.x_factor = weight;
   of_query.x_rank1 = minus_rest;
+  of_query.rank1_parts = rest_in_parts(in) ? query_rows : 0;
   of_query.z_factor = key_unit;
   if (wants_coefficients) {
     of_query.row_sum = row_sums;
@@ -485,6 +502,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   of_key.out_times = b;
   of_key.y_factor = weight;
   of_key.y_rank1 = minus_rest;
+  of_key.rank1_parts = of_query.rank1_parts;
   of_key.z_factor = query_unit;
   if (in.normalize_qk) {
     of_key.source = key;

@@ -8,7 +8,7 @@
 namespace leanfleet {
 namespace chunk {
 
-constexpr int kHopperMaxWidth = 128, kMaxUncombined = 0;
+constexpr int kMaxUncombined = 0;
 
 struct ChunkMaps {
   CUtensorMap x, y, z, out, source;
