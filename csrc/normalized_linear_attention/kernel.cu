@@ -84,6 +84,20 @@ __device__ __forceinline__ BlockRow block_row(unsigned token_blocks) {
   return {blockIdx.x / token_blocks,
           static_cast<int64_t>(blockIdx.x % token_blocks) * kBlockRows + static_cast<int>(threadIdx.x) / kRowLanes};
 }
+
+// Rows of query and of key that one launch takes, those of query first.
+template <class Rows>
+struct QueryAndKey {
+  Rows query, key;
+
+  // Of which an index over both is; the index becomes that of its own rows.
+  template <class Index>
+  __device__ __forceinline__ const Rows& of(Index& index, Index queries) const {
+    if (index < queries) return query;
+    index -= queries;
+    return key;
+  }
+};
 // 0: too many for a launch.
 int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
   const int64_t blocks = ceil_div(tokens, kBlockRows);
@@ -91,14 +105,23 @@ int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
 }
 
 // 1 / max(|row|, 1e-12).
+struct UnitRows {
+  const void* x;
+  Strides strides;
+  int64_t heads;
+  float* out;  // [B,heads,N]
+};
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorOfAlignedKernel(const T* x, Strides strides, unsigned heads, int64_t tokens, int width, unsigned token_blocks,
-                              float* out) {
-  const BlockRow at = block_row(token_blocks);
+    UnitFactorOfAlignedKernel(const __grid_constant__ QueryAndKey<UnitRows> both, unsigned query_heads, int64_t tokens,
+                              int width, unsigned token_blocks) {
+  BlockRow at = block_row(token_blocks);
+  const UnitRows& of = both.of(at.of_head, query_heads);
   const bool there = at.token < tokens;
+  const unsigned heads = static_cast<unsigned>(of.heads);
   RowParts<T> row;
-  row.load(x + offset_of({at.of_head / heads, at.of_head % heads, at.token}, strides), there, width);
+  row.load(static_cast<const T*>(of.x) + offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides), there,
+           width);
   float top = 0.0f;
 #pragma unroll
   for (int p = 0; p < RowParts<T>::kParts; ++p)
@@ -122,14 +145,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int offset = kRowLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   const float norm = sqrtf(sum) / scale;
   if (there && threadIdx.x % kRowLanes == 0)
-    out[static_cast<int64_t>(at.of_head) * tokens + at.token] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+    of.out[static_cast<int64_t>(at.of_head) * tokens + at.token] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorKernel(const T* x, Strides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width, float* out) {
-  const int64_t index = row_index();
-  if (index >= batch * heads * tokens) return;
-  const T* row = x + offset_of(row_at(index, heads, tokens), strides);
+    UnitFactorKernel(const __grid_constant__ QueryAndKey<UnitRows> both, int64_t batch, int64_t tokens, int64_t width) {
+  int64_t index = row_index();
+  const UnitRows& of = both.of(index, batch * both.query.heads * tokens);
+  if (index >= batch * of.heads * tokens) return;
+  const T* row = static_cast<const T*>(of.x) + offset_of(row_at(index, of.heads, tokens), of.strides);
   // Scaled by the largest element, so that squares neither overflow nor vanish.
   float top = 0.0f;
   for (int64_t d = threadIdx.x % 32; d < width; d += 32) top = fmaxf(top, fabsf(static_cast<float>(row[d])));
@@ -142,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     sum += scaled * scaled;
   }
   const float norm = top * sqrtf(warp_sum(sum));
-  if (threadIdx.x % 32 == 0) out[index] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+  if (threadIdx.x % 32 == 0) of.out[index] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
 }
 
 // Of the values' columns: those of the first part (kChunkPartWidth), and those of the second, if there are any.
@@ -246,64 +270,73 @@ int find_weights(const GradArgs& args, float* inverse, float* rest, cudaStream_t
 }
 
 // From the gradient of a row of unit length to that of the row it was made from: (dy - y (y·dy)) / |x|.
-struct Projection {
-  const float *units, *dots;  // [rows]: 1 / |x|; [slices][rows]: x · dy over *times
+struct ProjectedRows {
+  const void* x;
+  void* grad;
+  Strides strides;
+  int64_t heads;
+  const float *units, *dots;  // [B,heads,N]: 1 / |x|; [slices][B,heads,N]: x · dy over *times
   int slices;
-  const float* times;
 };
-// 1 / |x| and what x is multiplied by.
-__device__ __forceinline__ float2 projection_of(const Projection& of, int64_t index, int64_t rows) {
+// 1 / |x| and what x is multiplied by. rows: of all batch rows and heads.
+__device__ __forceinline__ float2 projection_of(const ProjectedRows& of, const float* times, int64_t index, int64_t rows) {
   const float unit = of.units[index];
   float dot = 0.0f;
   for (int s = 0; s < of.slices; ++s) dot += of.dots[s * rows + index];
-  if (of.times != nullptr) dot *= *of.times;
+  if (times != nullptr) dot *= *times;
   return make_float2(unit, unit >= 1.0f / kUnitRowEps ? 0.0f : dot * unit * unit);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    ProjectAlignedKernel(const T* x, T* grad, Strides strides, unsigned heads, int64_t rows, int64_t tokens, int width,
-                         unsigned token_blocks, Projection of) {
+    ProjectAlignedKernel(const __grid_constant__ QueryAndKey<ProjectedRows> both, unsigned query_heads, int64_t batch,
+                         int64_t tokens, int width, unsigned token_blocks, const float* times) {
   using Parts = RowParts<T>;
-  const BlockRow at = block_row(token_blocks);
+  BlockRow at = block_row(token_blocks);
+  const ProjectedRows& of = both.of(at.of_head, query_heads);
   if (at.token >= tokens) return;
-  const int64_t offset = offset_of({at.of_head / heads, at.of_head % heads, at.token}, strides);
+  const unsigned heads = static_cast<unsigned>(of.heads);
+  const int64_t offset = offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides);
+  T* const grad = static_cast<T*>(of.grad) + offset;
   Parts row, to;
-  row.load(x + offset, true, width);
-  to.load(grad + offset, true, width);
-  const float2 by = projection_of(of, static_cast<int64_t>(at.of_head) * tokens + at.token, rows);
+  row.load(static_cast<const T*>(of.x) + offset, true, width);
+  to.load(grad, true, width);
+  const int64_t index = static_cast<int64_t>(at.of_head) * tokens + at.token;
+  const float2 by = projection_of(of, times, index, batch * of.heads * tokens);
 #pragma unroll
   for (int p = 0; p < Parts::kParts; ++p) {
     alignas(16) T result[Parts::kElements];
 #pragma unroll
     for (int i = 0; i < Parts::kElements; ++i) result[i] = static_cast<T>(by.x * (to.at(p, i) - by.y * row.at(p, i)));
-    if (Parts::column(p) < width)
-      *reinterpret_cast<uint4*>(grad + offset + Parts::column(p)) = *reinterpret_cast<const uint4*>(result);
+    if (Parts::column(p) < width) *reinterpret_cast<uint4*>(grad + Parts::column(p)) = *reinterpret_cast<const uint4*>(result);
   }
 }
 template <class T>
-__global__ void __launch_bounds__(kThreads) ProjectKernel(const T* x, T* grad, Strides strides, int64_t batch, int64_t heads,
-                                                          int64_t tokens, int64_t width, Projection of) {
-  const int64_t index = row_index(), rows = batch * heads * tokens;
+__global__ void __launch_bounds__(kThreads) ProjectKernel(const __grid_constant__ QueryAndKey<ProjectedRows> both,
+                                                          int64_t batch, int64_t tokens, int64_t width, const float* times) {
+  int64_t index = row_index();
+  const ProjectedRows& of = both.of(index, batch * both.query.heads * tokens);
+  const int64_t rows = batch * of.heads * tokens;
   if (index >= rows) return;
-  const int64_t at = offset_of(row_at(index, heads, tokens), strides);
-  const float2 by = projection_of(of, index, rows);
+  const int64_t at = offset_of(row_at(index, of.heads, tokens), of.strides);
+  const T* const x = static_cast<const T*>(of.x) + at;
+  T* const grad = static_cast<T*>(of.grad) + at;
+  const float2 by = projection_of(of, times, index, rows);
   for (int64_t d = threadIdx.x % 32; d < width; d += 32)
-    grad[at + d] = static_cast<T>(by.x * (static_cast<float>(grad[at + d]) - by.y * static_cast<float>(x[at + d])));
+    grad[d] = static_cast<T>(by.x * (static_cast<float>(grad[d]) - by.y * static_cast<float>(x[d])));
 }
 
 template <class T>
-int project(const void* x, void* grad, const Strides& strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-            const Projection& of, cudaStream_t stream) {
-  const T* const from = static_cast<const T*>(x);
-  T* const to = static_cast<T*>(grad);
-  const int64_t rows = batch * heads * tokens, token_blocks = token_blocks_of(batch * heads, tokens);
-  if (token_blocks > 0 && width <= kMaxRowWidth && parts_aligned<T>(x, strides, width) &&
-      parts_aligned<T>(grad, strides, width))
-    ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * batch * heads), kThreads, 0, stream>>>(
-        from, to, strides, static_cast<unsigned>(heads), rows, tokens, static_cast<int>(width),
-        static_cast<unsigned>(token_blocks), of);
-  else ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
+int project(const QueryAndKey<ProjectedRows>& both, const Inputs& in, const float* times, cudaStream_t stream) {
+  const int64_t of_heads = in.batch * (in.heads + in.kv_heads), token_blocks = token_blocks_of(of_heads, in.tokens);
+  bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
+  for (const ProjectedRows* of : {&both.query, &both.key})
+    aligned = aligned && parts_aligned<T>(of->x, of->strides, in.dim) && parts_aligned<T>(of->grad, of->strides, in.dim);
+  if (aligned)
+    ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
+        both, static_cast<unsigned>(in.batch * in.heads), in.batch, in.tokens, static_cast<int>(in.dim),
+        static_cast<unsigned>(token_blocks), times);
+  else ProjectKernel<T><<<row_blocks(of_heads * in.tokens), kThreads, 0, stream>>>(both, in.batch, in.tokens, in.dim, times);
   return cudaGetLastError();
 }
 
@@ -345,20 +378,18 @@ __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch
   }
 }
 
-int unit_factors(const Inputs& in, bool of_query, float* out, cudaStream_t stream) {
-  const int64_t heads = of_query ? in.heads : in.kv_heads;
+int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t stream) {
+  const QueryAndKey<UnitRows> both = {{in.query, in.query_strides, in.heads, of_query},
+                                      {in.key, in.key_strides, in.kv_heads, of_key}};
+  const int64_t of_heads = in.batch * (in.heads + in.kv_heads), token_blocks = token_blocks_of(of_heads, in.tokens);
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
-    const T* const x = static_cast<const T*>(of_query ? in.query : in.key);
-    const Strides& strides = of_query ? in.query_strides : in.key_strides;
-    const int64_t token_blocks = token_blocks_of(in.batch * heads, in.tokens);
-    if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(x, strides, in.dim))
-      UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * in.batch * heads), kThreads, 0, stream>>>(
-          x, strides, static_cast<unsigned>(heads), in.tokens, static_cast<int>(in.dim), static_cast<unsigned>(token_blocks),
-          out);
-    else
-      UnitFactorKernel<T><<<row_blocks(in.batch * heads * in.tokens), kThreads, 0, stream>>>(x, strides, in.batch, heads,
-                                                                                             in.tokens, in.dim, out);
+    if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(in.query, in.query_strides, in.dim) &&
+        parts_aligned<T>(in.key, in.key_strides, in.dim))
+      UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
+          both, static_cast<unsigned>(in.batch * in.heads), in.tokens, static_cast<int>(in.dim),
+          static_cast<unsigned>(token_blocks));
+    else UnitFactorKernel<T><<<row_blocks(of_heads * in.tokens), kThreads, 0, stream>>>(both, in.batch, in.tokens, in.dim);
     return cudaGetLastError();
   });
 }
@@ -420,9 +451,7 @@ int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws) {
   scan.last = {args.final_state, in.value_dim, 1, in.dim * in.value_dim, args.final_key_sum, args.final_value_sum, nullptr};
   scan.carried_in_place = args.carries_state;
   if (!ws.counting() && in.normalize_qk && in.batch * in.tokens > 0) {
-    int failed = unit_factors(in, true, query_units, stream);
-    if (failed == cudaSuccess) failed = unit_factors(in, false, key_units, stream);
-    if (failed != cudaSuccess) return failed;
+    if (const int failed = unit_factors(in, query_units, key_units, stream)) return failed;
   }
   const int failed = chunk_scan(scan, target, ws);
   if (failed != cudaSuccess || ws.counting() || args.final_count == nullptr || in.batch == 0) return failed;
@@ -527,8 +556,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   const bool empty = in.batch * in.tokens == 0;
   if (!ws.counting() && !empty) {
     int failed = with_type(in.dtype, [&](auto type) { return find_weights<decltype(type)>(args, inverse, rest, stream); });
-    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, true, query_units, stream);
-    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, false, key_units, stream);
+    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, query_units, key_units, stream);
     if (failed != cudaSuccess) return failed;
   }
   const ChunkScan scans[] = {of_query, of_key, of_value};
@@ -536,14 +564,10 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   if (failed != cudaSuccess) return failed;
   if (ws.counting()) return cudaSuccess;
   if (in.normalize_qk && !empty) {
-    const int failed = with_type(in.dtype, [&](auto type) -> int {
-      using T = decltype(type);
-      const int failed = project<T>(in.query, args.grad_query, in.query_strides, in.batch, in.heads, in.tokens, in.dim,
-                                    {query_units, of_query.row_dot, chunk_scan_slices(of_query), b}, stream);
-      if (failed != cudaSuccess) return failed;
-      return project<T>(in.key, args.grad_key, in.key_strides, in.batch, in.kv_heads, in.tokens, in.dim,
-                        {key_units, of_key.row_dot, chunk_scan_slices(of_key), b}, stream);
-    });
+    const QueryAndKey<ProjectedRows> both = {
+        {in.query, args.grad_query, in.query_strides, in.heads, query_units, of_query.row_dot, chunk_scan_slices(of_query)},
+        {in.key, args.grad_key, in.key_strides, in.kv_heads, key_units, of_key.row_dot, chunk_scan_slices(of_key)}};
+    const int failed = with_type(in.dtype, [&](auto type) { return project<decltype(type)>(both, in, b, stream); });
     if (failed != cudaSuccess) return failed;
   }
   if (!wants_coefficients) return cudaSuccess;

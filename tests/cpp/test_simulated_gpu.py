@@ -194,7 +194,8 @@ def test_row_sums_of_wide_keys(linear_decay, dtype):
     check(normalized, linear_cases.SUMS + ["coefficients"], (4, 2), (530, 160, 40), return_state=1)
     check(normalized, [], (2, 2), (130, 256, 72), normalize_qk=1, layout="bnhd")
     check(normalized + "Grad", ["coefficients"], (4, 2), (130, 136, 24), normalize_qk=1)
-    check(normalized + "Grad", ["coefficients"], (2, 2), (70, 136, 160), layout="bnhd")
+    check(normalized + "Grad", ["coefficients"], (4, 2), (70, 136, 160), layout="bnhd")
+    check(normalized + "Grad", [], (2, 2), (100, 40, 250), grad_coefficients=0)
 
 
 def copy_of(folder, tmp_path_factory):

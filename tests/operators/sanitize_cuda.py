@@ -1,4 +1,5 @@
-"""Random LeanAttention or SampleTokens calls for compute-sanitizer, which no test can start for every shape:
+"""Random calls of LeanAttention, SampleTokens or the linear operators for compute-sanitizer, which no test can start for every
+shape:
 
     PYTHONPATH=tests compute-sanitizer --tool racecheck --kernel-name kns=leanfleet \\
         python tests/operators/sanitize_cuda.py --calls 210 --seed 1 --operator SampleTokens
@@ -8,12 +9,14 @@ Prints the calls as it goes, and at the end how many ran.
 
 import argparse
 import random
+from functools import partial
 
 import torch
 
 from support import quantised_cases, sampling_cases
 from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_prompts, draw_packed_tokens, make_case
 from support.kernels import run_kernel
+from support.linear_cases import LINEAR, PACKED_CASES, fill
 
 
 def draw_attention(random):
@@ -81,12 +84,42 @@ def draw_sampling(random):
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
+def draw_linear(name, random):
+    """The same of a linear operator: wide and narrow rows, one or many segments, packed or not."""
+    cases = [case[1:] for case in (*LINEAR.values(), *PACKED_CASES.values()) if case[0] == name]
+    present, attrs, rank = random.choice(cases)
+    if name == "CausalLinearDecay":
+        attrs = {**attrs, "algorithm": "lightning"}
+        if random.random() < 0.5:  # without decay
+            present, rank = [p for p in present if p != "log_decay"], None
+    tokens = random.choice((1, 5, 65, 300, 1100))
+    offsets = None
+    if "cu_seqlens" in present:
+        offsets = sorted(random.randint(0, tokens) for _ in range(4))
+    Hkv, group = random.choice((1, 2)), random.choice((1, 3))
+    size = (
+        1 if offsets else 2,
+        Hkv * group,
+        Hkv,
+        tokens,
+        random.choice((8, 64, 128, 136, 256)),
+        random.choice((8, 72, 136, 256)),
+    )
+    dtype = random.choice(("float32", "float16", "bfloat16"))
+    inputs = fill(name, present, size, attrs, rank, random.randrange(2**20), dtype, offsets)
+    return inputs, attrs, f"{dtype}, size {size}, offsets {offsets}, {sorted(inputs)}, {attrs}"
+
+
 # By name: the operator, the draw, and the attribute with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
     "prompts": ("LeanAttention", draw_packed_prompts, "append"),
     "quantised": ("LeanAttention", draw_quantised, "append"),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
+    **{
+        name: (name, partial(draw_linear, name), "return_state")
+        for name in ("CausalLinearDecay", "CausalLinearDecayGrad", "NormalizedLinearAttention", "NormalizedLinearAttentionGrad")
+    },
 }
 
 
