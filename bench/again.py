@@ -90,7 +90,6 @@ MEASUREMENTS = (
     linear_decoder("minimax", 2),
     Measurement("generate_h200", GPU, ("models.generate --provider CUDA --dtype float16 --work WORK/generate --out OUT",)),
     *(serving(s, b, g) for s, b in (("llama-1b", 16), ("llama-1b", 64), ("smollm2", 16)) for g in (False, True)),
-    Measurement("train_speed_h200", GPU, ("models.train_parity speed --steps 30 --out OUT",)),
     Measurement("cpu_avx2", CPU, ("kernels.cpu --isa avx2 --threads 2 --out OUT",)),
     Measurement("cpu_avx512", CPU, ("kernels.cpu --isa avx512 --threads 2 --out OUT",)),
     Measurement("generate_cpu", CPU, ("models.generate --work WORK/generate --out OUT",)),
@@ -118,6 +117,7 @@ LEFT = {
     "speculate_cpu": "needs a folder that leanfleet export --serve wrote: models.speculate",
     "train_parity_h200": "an hour of training: models.train_parity train",
     "train_parity_onnxruntime_h200": "needs the checkpoint of that training: models.train_parity validate",
+    "train_speed_h100": "of an H100: models.train_parity speed --out OUT, after python -m leanfleet.export.torch_autograd",
     "train_scale_h200": (
         "needs two GPUs: models.train_scale train OUT --ways ours,softmax,fla --gpus 2 --batch-tokens 131072, then validate"
     ),

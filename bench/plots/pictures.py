@@ -33,13 +33,13 @@ def draw(folder: Path) -> list[Path]:
     (report,) = read("linear_sweeps_h100.json")
     made += plot_linear_attention.draw(report, folder, "h100")
     for name, make in (
-        ("train_parity", plot_training.parity),
-        ("train_speed", plot_training.speed),
-        ("train_scale", plot_training.scale),
-        ("train_scale_speed", plot_training.scale_speed),
+        ("train_parity_h200", plot_training.parity),
+        ("train_speed_h100", plot_training.speed),
+        ("train_scale_h200", plot_training.scale),
+        ("train_scale_speed_h200", plot_training.scale_speed),
     ):
-        (report,) = read(f"{name}_h200.json")
-        made.append(folder / f"{name}_h200.svg")
+        (report,) = read(f"{name}.json")
+        made.append(folder / f"{name}.svg")
         make(report, made[-1])
     made += plot_end_to_end.plot(whole_models(), folder)
     return made + plot_end_to_end.plot(plot_end_to_end.by_script(read("generate_cpu.json")), folder, "cpu")

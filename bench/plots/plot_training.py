@@ -1,7 +1,7 @@
 """Plots of the training runs, from the JSON that train_parity.py and train_scale.py write. They need matplotlib.
 
 python -m bench.plots.plot_training parity bench/results/train_parity_h200.json OUT.svg
-python -m bench.plots.plot_training speed bench/results/train_speed_h200.json OUT.svg
+python -m bench.plots.plot_training speed bench/results/train_speed_h100.json OUT.svg
 python -m bench.plots.plot_training scale SCALE.json OUT.svg              of train_scale train
 python -m bench.plots.plot_training scale_speed SPEED.json OUT.svg        of train_scale speed
 """

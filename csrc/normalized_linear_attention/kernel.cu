@@ -378,16 +378,18 @@ __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch
   }
 }
 
+// Of query, of key or of both, where null is not asked for.
 int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t stream) {
-  const QueryAndKey<UnitRows> both = {{in.query, in.query_strides, in.heads, of_query},
-                                      {in.key, in.key_strides, in.kv_heads, of_key}};
-  const int64_t of_heads = in.batch * (in.heads + in.kv_heads), token_blocks = token_blocks_of(of_heads, in.tokens);
+  const QueryAndKey<UnitRows> both = {{in.query, in.query_strides, of_query != nullptr ? in.heads : 0, of_query},
+                                      {in.key, in.key_strides, of_key != nullptr ? in.kv_heads : 0, of_key}};
+  const int64_t of_heads = in.batch * (both.query.heads + both.key.heads);
+  const int64_t token_blocks = token_blocks_of(of_heads, in.tokens);
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
     if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(in.query, in.query_strides, in.dim) &&
         parts_aligned<T>(in.key, in.key_strides, in.dim))
       UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
-          both, static_cast<unsigned>(in.batch * in.heads), in.tokens, static_cast<int>(in.dim),
+          both, static_cast<unsigned>(in.batch * both.query.heads), in.tokens, static_cast<int>(in.dim),
           static_cast<unsigned>(token_blocks));
     else UnitFactorKernel<T><<<row_blocks(of_heads * in.tokens), kThreads, 0, stream>>>(both, in.batch, in.tokens, in.dim);
     return cudaGetLastError();
@@ -451,7 +453,10 @@ int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws) {
   scan.last = {args.final_state, in.value_dim, 1, in.dim * in.value_dim, args.final_key_sum, args.final_value_sum, nullptr};
   scan.carried_in_place = args.carries_state;
   if (!ws.counting() && in.normalize_qk && in.batch * in.tokens > 0) {
-    if (const int failed = unit_factors(in, query_units, key_units, stream)) return failed;
+    // After one launch for both the scan of 4 x 16 heads of 64 and 4,096 tokens takes 20 µs longer on an H100.
+    int failed = unit_factors(in, query_units, nullptr, stream);
+    if (failed == cudaSuccess) failed = unit_factors(in, nullptr, key_units, stream);
+    if (failed != cudaSuccess) return failed;
   }
   const int failed = chunk_scan(scan, target, ws);
   if (failed != cudaSuccess || ws.counting() || args.final_count == nullptr || in.batch == 0) return failed;
