@@ -255,16 +255,21 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--name", help="the model's name for clients (default: the folder's)")
     serve.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
     serve.add_argument("--device", metavar="DEVICE", help=generate.DEVICE_HELP)
-    serve.add_argument("--cuda-graph", action="store_true", help="capture steps as CUDA graphs")
+    serve.add_argument(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="capture steps as CUDA graphs (default: on a GPU, where they can be and no tokens are guessed)",
+    )
     generate.add_ranks(serve, "--tensor-parallel W --serve")
     serve.add_argument(
         "--cache-tokens",
         type=_positive,
         metavar="N",
-        help="tokens whose keys and values are kept, of all requests together (default: 4096, or the model's positions, for "
-        "each of --max-requests)",
+        help="tokens whose keys and values are kept, of all requests together (default: on a GPU, what has room in three "
+        "quarters of the memory beside the weights; on a CPU and over several GPUs 4096, or the model's positions, for each of "
+        "--max-requests)",
     )
-    serve.add_argument("--max-requests", type=_positive, default=16, metavar="N", help="run at once (default: %(default)s)")
+    serve.add_argument("--max-requests", type=_positive, metavar="N", help="run at once (default: 16, on a GPU 64)")
     serve.add_argument("--max-waiting", type=_positive, default=256, metavar="N", help="wait at most (default: %(default)s)")
     serve.add_argument(
         "--step-tokens",

@@ -98,6 +98,14 @@ def current(device: Device | None) -> Iterator[None]:
         call(cuda, "cuDevicePrimaryCtxRelease_v2", number)
 
 
+def free_memory(device: Device) -> int:
+    """Bytes of a GPU's memory that nobody has. Raises what `current` raises."""
+    free, all_of_it = ctypes.c_size_t(), ctypes.c_size_t()
+    with current(device):
+        call(load(), "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(all_of_it))
+    return free.value
+
+
 def _missing(index: int) -> str | None:
     """One phrase on why there is no GPU of this number; None where there is one."""
     if problem := why_no_gpu():

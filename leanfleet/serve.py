@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import hmac
 import json
 import math
 import socket
 import time
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -604,8 +606,9 @@ def load_server(
     *,
     providers: Sequence[str] | None = None,
     cache_tokens: int | None = None,
-    max_requests: int = 16,
+    max_requests: int | None = None,
     step_tokens: int | None = None,
+    cuda_graph: bool | None = None,
     device: str | Device | None = None,
     rank: int | None = None,
     **options: Any,
@@ -615,9 +618,10 @@ def load_server(
 
     folder: with serving.onnx and a tokenizer, as `leanfleet export --serve` writes it. name: the model's, for clients; default:
     the folder's. providers: ONNX Runtime's; default: CUDA where it works, else CPU. cache_tokens: that the pages hold;
-    default: 4096, or what the model has positions for, for each of max_requests. step_tokens: default 2048 on CUDA, else 128.
-    device: "cpu", "cuda" or "cuda:1". rank: of a tensor parallel folder, as ContinuousBatch takes it.
-    options: others of ContinuousBatch, such as cuda_graph, share, snapshots and speculate.
+    default: ContinuousBatch's, by a GPU's memory. max_requests: default 64 on a GPU, else 16, as over ranks. step_tokens:
+    default 2048 on CUDA, else 128. cuda_graph: whether steps are captured; default: on a GPU, if a first answer, which is
+    tried, can be. device: "cpu", "cuda" or "cuda:1". rank: of a tensor parallel folder, as ContinuousBatch takes it.
+    options: others of ContinuousBatch, such as share, snapshots and speculate.
 
     Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.
 
@@ -632,12 +636,32 @@ def load_server(
     if device is None and providers is None:
         providers = default_providers(onnxruntime.get_available_providers())
     chosen = on_device(providers, device) or ()
-    tokens = cache_tokens or max_requests * min(4096, facts["max_positions"] or 4096)
-    step_tokens = step_tokens or (2048 if any(CUDA in (p, p[0]) for p in chosen) else 128)
+    on_cuda = any(CUDA in (p, p[0]) for p in chosen)
+    max_requests = max_requests or (64 if on_cuda and rank is None else 16)
+    step_tokens = max(step_tokens or (2048 if on_cuda else 128), max_requests)
     tokenizers = load_tokenizer(folder), load_tokenizer(folder)
-    pages = -(-tokens // facts["block"])
-    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), chosen, rank=rank, **options)
+    pages = None if cache_tokens is None else -(-cache_tokens // facts["block"])
+    options |= {"pages": pages, "max_requests": max_requests, "step_tokens": step_tokens, "providers": chosen}
+    if cuda_graph is None and on_cuda and rank is None and not options.get("speculate"):
+        batch = _captured_if_possible(folder, options)
+    else:
+        batch = ContinuousBatch(folder, **options, cuda_graph=bool(cuda_graph), rank=rank)
     return Server(batch, tokenizers, name or folder.resolve().name, key, limits, max_waiting)
+
+
+def _captured_if_possible(folder: Path, options: dict[str, Any]) -> ContinuousBatch:
+    """A batch with CUDA graphs, tried on a short answer, or where they fail, as with nodes of onnxruntime's that wait for the
+    host, one without them."""
+    batch = ContinuousBatch(folder, **options, cuda_graph=True)
+    try:
+        batch.add([0, 0, 0], 3, stop_tokens=())
+        batch.run()
+        return batch
+    except RuntimeError as error:
+        warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+    del batch  # the next one needs its memory
+    gc.collect()
+    return ContinuousBatch(folder, **options, cuda_graph=False)
 
 
 def run(server: Server, host: str, port: int, grace: float, started: Callable[[str], object]) -> None:

@@ -6,6 +6,7 @@ leanfleet.batching says what each step has; here are the session, its pools, and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from leanfleet.decoder_contract import (
     TOKENS,
     TOP_P,
     WANTED,
+    Facts,
     check_interface,
     file_of_rank,
     is_state,
@@ -39,7 +41,7 @@ from leanfleet.decoder_contract import (
     read_facts,
     serving_interface,
 )
-from leanfleet.driver import Device
+from leanfleet.driver import Device, free_memory
 from leanfleet.exchange import Array, Block, CudaStream, Host
 from leanfleet.ort_ops.sessions import (
     CUDA,
@@ -54,8 +56,10 @@ from leanfleet.ort_ops.sessions import (
 from leanfleet.step_sampler import Call
 
 if TYPE_CHECKING:
-    from onnxruntime import IOBinding, SessionOptions
+    from onnxruntime import IOBinding, NodeArg, SessionOptions
 
+POOL_SHARE = 0.75  # of a GPU's memory beside the weights, which pools take by default: the rest is for steps and their graphs
+DEFAULT_TOKENS = 4096  # of each request in the pool by default where its size does not come from a GPU's memory
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
@@ -163,10 +167,31 @@ def _graph(path: Path, exchange: Host | CudaStream) -> Call:
     return call
 
 
+def _default_pages(caches: list[NodeArg], facts: Facts, limits: Limits, device: Device, ranks: bool) -> int:
+    """On a GPU as many as there is room for, for all requests at their full length at most. Ranks, which need equal pools, and
+    CPUs: what requests of DEFAULT_TOKENS need."""
+    block, positions = facts["block"], facts["max_positions"] or 0
+    usual = limits.max_requests * -(-min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS) // block)
+    bytes_of = {i.name: int(np.prod(i.shape[1:])) * _BYTES[_ONNX_TYPES[i.type]] for i in caches}
+    page = sum(size for name, size in bytes_of.items() if not is_state(name))
+    if device.kind == "cpu" or ranks or not page:
+        return usual
+    states = limits.state_rows(True) * sum(size for name, size in bytes_of.items() if is_state(name))
+    free = free_memory(device)
+    pages = int(POOL_SHARE * (free - states)) // page
+    if pages < 1:
+        raise ValueError(
+            f"{device} has {free / 1e9:.2f} GB left beside the weights: no room for pages of {page / 1e6:.2f} MB"
+            + (f" and {states / 1e9:.2f} GB of states: fewer max_requests need fewer" if states else "")
+        )
+    return min(pages, limits.max_requests * -(-positions // block)) if positions else pages
+
+
 class ContinuousBatch(Batch):
     """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
-    folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool; a request has
+    folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool (default: three quarters of the
+    memory that a GPU has beside the weights; on a CPU, or over ranks, 4096 tokens for each of max_requests); a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
     always at its start). snapshots: so many states are kept for that at most where layers are linear (default: max_requests).
     Where pages run out, the request with the least priority, the last to come among equals, gives its
@@ -184,7 +209,7 @@ class ContinuousBatch(Batch):
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     rank: of a tensor parallel folder, whose share this process runs, with all others: see leanfleet.together.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
-    step_tokens and for cuda_graph without the library, and what make_session raises.
+    step_tokens, for cuda_graph without the library and where a GPU has no room for a page, and what make_session raises.
 
     Example:
         from leanfleet.ort_ops.serving import ContinuousBatch
@@ -200,7 +225,7 @@ class ContinuousBatch(Batch):
     def __init__(
         self,
         folder: str | Path,
-        pages: int,
+        pages: int | None = None,
         max_requests: int = 16,
         step_tokens: int = 256,
         providers: Providers | None = None,
@@ -215,7 +240,7 @@ class ContinuousBatch(Batch):
     ) -> None:
         import onnxruntime
 
-        limits = Limits(pages, max_requests, step_tokens, share, snapshots, speculate)
+        limits = Limits(1 if pages is None else pages, max_requests, step_tokens, share, snapshots, speculate)
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         exchange: Host | CudaStream = Host()
@@ -231,10 +256,13 @@ class ContinuousBatch(Batch):
         self.session = open_exported(folder, providers, session_options, library, path.name)
         check_interface(self.session, path, serving_interface(facts), facts["vocabulary"])
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
-        super().__init__(path, facts, [i.name for i in caches], limits, exchange, device_of(self.session))
+        here = device_of(self.session)
+        if pages is None:
+            limits = replace(limits, pages=_default_pages(caches, facts, limits, here, rank is not None))
+        super().__init__(path, facts, [i.name for i in caches], limits, exchange, here)
         self.in_place = library
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        rows = [limits.state_rows(self.linear) if is_state(i.name) else pages for i in caches]
+        rows = [limits.state_rows(self.linear) if is_state(i.name) else limits.pages for i in caches]
         self.pools = [
             allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device.kind, self.device.index)
             for n, i in zip(rows, caches, strict=True)

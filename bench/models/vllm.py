@@ -68,22 +68,13 @@ class Ours:
         self.folder, self.batch, self.names = folder / "serving", None, {}
 
     def open(self, running, tokens, step_tokens):
-        """Room for so many requests of so many tokens each."""
+        """Room for so many requests of so many tokens each, or as much of it as ContinuousBatch takes by default: requests then
+        wait for pages."""
         from leanfleet.ort_ops.serving import ContinuousBatch
 
-        need = -(-tokens // BLOCK)  # of a request
-        pages, self.batch = running * need, None
-        while self.batch is None:
-            gc.collect()
-            try:
-                self.batch = ContinuousBatch(
-                    self.folder, pages, running, max(step_tokens, running), cuda_graph=True, share=False
-                )
-            except RuntimeError as error:  # requests wait for pages where not all fit at once
-                if "Failed to allocate" not in str(error) or pages <= need:
-                    raise
-                pages = max(pages // 2, need)
-                print(f"memory has room for {pages} pages of {running * need}", flush=True)
+        self.batch = None
+        gc.collect()
+        self.batch = ContinuousBatch(self.folder, None, running, max(step_tokens, running), cuda_graph=True, share=False)
 
     def run(self, prompts, answers):
         for prompt, count in zip(prompts, answers, strict=True):

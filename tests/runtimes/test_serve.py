@@ -519,3 +519,42 @@ def test_several_tokens_a_step(folder, alone, monkeypatch):
         running.settle()
     finally:
         running.close()
+
+
+def test_defaults_by_device(folder, monkeypatch):
+    """On a GPU more requests, and steps as CUDA graphs where a first answer shows that they can be."""
+    made = []
+
+    class Batch:
+        def __init__(self, path, **options):
+            made.append(options)
+            if options["cuda_graph"] and made[-1]["step_tokens"] == 77:
+                self.problem = RuntimeError("cannot be captured")
+
+        def add(self, prompt, count, stop_tokens):
+            assert len(prompt) + count <= 16 and stop_tokens == ()
+
+        def run(self):
+            if hasattr(self, "problem"):
+                raise self.problem
+
+    monkeypatch.setattr(serve, "ContinuousBatch", Batch)
+    monkeypatch.setattr(serve, "Server", lambda batch, *rest: batch)
+
+    def asked(*names, **options):
+        made.clear()
+        serve.load_server(folder, **options)
+        return [tuple(options.get(name) for name in names) for options in made]
+
+    sizes = "pages", "max_requests", "step_tokens", "cuda_graph"
+    cpu, cuda = {"providers": ["CPUExecutionProvider"]}, {"providers": ["CUDAExecutionProvider"]}
+    assert asked(*sizes, **cpu) == [(None, 16, 128, False)]
+    assert asked(*sizes, **cuda) == [(None, 64, 2048, True)]
+    assert asked(*sizes, **cuda, rank=1) == [(None, 16, 2048, False)]
+    assert asked("cuda_graph", "speculate", **cuda, speculate=3) == [(False, 3)]
+    assert asked("cuda_graph", **cuda, cuda_graph=False) == [(False,)] and asked("cuda_graph", **cuda, cuda_graph=True) == [
+        (True,)
+    ]
+    assert asked(*sizes, **cuda, cache_tokens=100, max_requests=90) == [(7, 90, 2048, True)]
+    with pytest.warns(RuntimeWarning, match="steps are not captured as CUDA graphs: cannot be captured"):
+        assert asked(*sizes, **cuda, step_tokens=77) == [(None, 64, 77, True), (None, 64, 77, False)]

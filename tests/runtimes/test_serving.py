@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -23,7 +24,8 @@ from transformers import (
 )
 
 from leanfleet import batching, parity
-from leanfleet.decoder_contract import is_state
+from leanfleet.decoder_contract import SERVING, SESSION_TYPES, is_state
+from leanfleet.driver import Device
 from leanfleet.export import decoder, reference
 from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
@@ -1043,3 +1045,41 @@ def test_where_nothing_is_guessed(folder, linear_folder, tmp_path):
     as_format_3(folder, tmp_path / "old")
     with pytest.raises(ValueError, match="gives one token of a request a step, .*: export it again"):
         ContinuousBatch(tmp_path / "old", pages=10, speculate=2)
+
+
+def test_pools_by_a_gpus_memory(monkeypatch):
+    """Three quarters of what is free, less the states, and no more than all requests can fill; others: 4096 tokens a request."""
+
+    def node(name, *shape, of="float16"):
+        return SimpleNamespace(name=SERVING.past + name, shape=["rows", *shape], type=SESSION_TYPES[of])
+
+    gpu, cpu, asked = Device("cuda", 1), Device("cpu"), []
+    monkeypatch.setattr(serving, "free_memory", lambda device: asked.append(device) or 1_000_000)
+    limits = batching.Limits(1, 4, 64)
+
+    def pages(caches, device, positions=None, ranks=False):
+        return serving._default_pages(caches, {"block": 16, "max_positions": positions}, limits, device, ranks)
+
+    paged, page = [node(f"0.{part}", 2, 16, 64) for part in ("key", "value")], 2 * 2 * 16 * 64 * 2
+    assert pages(paged, gpu) == 750_000 // page and asked == [gpu]
+    assert pages(paged, gpu, 64) == 4 * 4 and pages(paged, gpu, 100_000) == 750_000 // page
+    quantised = [node("0.key", 2, 16, 64, of="int8"), node("0.value", 2, 16, 32, of="uint8")]
+    assert pages(quantised, gpu) == 750_000 // (2 * 16 * 64 + 2 * 16 * 32)
+    state = node("1.recurrent_state", 3, 8, 8, of="float32")
+    bytes_of_states = limits.state_rows(True) * 3 * 8 * 8 * 4
+    assert is_state(state.name) and pages([*paged, state], gpu) == int(0.75 * (1_000_000 - bytes_of_states)) // page
+    for caches, device, ranks in ((paged, cpu, False), (paged, gpu, True), ([state], gpu, False)):
+        assert pages(caches, device, None, ranks) == 4 * 4096 // 16 and pages(caches, device, 100, ranks) == 4 * 7
+    large = node("1.recurrent_state", 300, 30, 30, of="float32")
+    with pytest.raises(
+        ValueError, match=r"cuda:1 has 0.00 GB left .* no room for pages of 0.01 MB and 0.01 GB of states: fewer"
+    ):
+        pages([*paged, large], gpu)
+
+
+def test_a_pool_of_its_own_size(folder):
+    batch = ContinuousBatch(folder, max_requests=3, step_tokens=12, providers=["CPUExecutionProvider"])
+    assert batch.pool.count == 3 * 256 // BLOCK  # the model's positions
+    request = batch.add([1, 2, 3], 4)
+    batch.run()
+    assert request.done and len(request.tokens) == 4
