@@ -183,6 +183,8 @@ def scale(result, out):
                         axes.plot(*zip(*points), marker, markersize=5, markeredgecolor=plotting.CARD, label=name, **look)
         by_tokens.set(title="loss, nats a byte, by millions of tokens", xlim=(0, None))
         by_clock.set(title="the same by seconds of training", xlabel="seconds", xlim=(0, None))
+        for axes in (by_tokens, by_clock):
+            axes.set_xticks([tick for tick in axes.get_xticks() if tick <= axes.get_xlim()[1]])
         figure.legend(loc="outside lower center", ncols=len(rows), handletextpad=0.1)
 
 
