@@ -654,8 +654,7 @@ def _captured_if_possible(folder: Path, options: dict[str, Any]) -> ContinuousBa
     host, one without them."""
     batch = ContinuousBatch(folder, **options, cuda_graph=True)
     try:
-        batch.add([0, 0, 0], 3, stop_tokens=())
-        batch.run()
+        batch.try_capture()
         return batch
     except RuntimeError as error:
         warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)

@@ -5,6 +5,7 @@ leanfleet.batching says what each step has; here are the session, its pools, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -271,6 +272,7 @@ class ContinuousBatch(Batch):
             if is_state(i.name) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
+        self.identities = itertools.count(1)  # of the session's graphs
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured
@@ -307,6 +309,16 @@ class ContinuousBatch(Batch):
             else:
                 binding.bind_output(SERVING.output_of(name))
 
+    def try_capture(self) -> None:
+        """Runs a short answer, to see whether steps can be captured. Raises RuntimeError.
+
+        ONNX Runtime keeps captured graphs for the thread that ran them, which need not be the one that will call step(): they
+        are captured again.
+        """
+        self.add([0, 0, 0], 3, stop_tokens=())
+        self.run()
+        self.captured = {} if self.captured is not None else None
+
     def _captured_step(
         self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
     ) -> _Captured:
@@ -327,7 +339,7 @@ class ContinuousBatch(Batch):
             rows = tokens = wanted = rounded(rows, self.max_requests)
         key = tokens, rows, wanted, rounded(table, self.pool.count)
         if key not in captured:
-            captured[key] = _Captured(self, *key, 1 + len(captured))
+            captured[key] = _Captured(self, *key, next(self.identities))
         return captured[key]
 
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:

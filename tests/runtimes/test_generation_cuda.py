@@ -3,12 +3,15 @@
 Run it on a machine with a GPU, onnxruntime-gpu and a leanfleet built with CUDA: there it fails rather than skips.
 """
 
+import threading
+
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 import transformers
 
+from leanfleet.driver import Device, free_memory
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.generation import _Steps, generate, load_decoder
@@ -190,3 +193,23 @@ def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
     assert found[0] == found[1] and [len(t) for t in found[1]] == answers
     assert speculate or {rows for _, rows, *_ in batch.captured} >= {1, 4}, "no step was captured"
     assert batch.captured and batch.shared_tokens >= 90 and bool(batch.guessed) == bool(speculate)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_batch_as_the_server_opens_it(tmp_path, kind):
+    """Tried in one thread and run in another, for which ONNX Runtime captures anew; with pages by the memory that is there."""
+    torch.manual_seed(5)
+    export_for_serving(MODELS[kind]().eval(), tmp_path)
+    asked, found = prompts(9, 70, 33), []
+    free = free_memory(Device("cuda"))
+    for options in ({"pages": 60, "providers": CUDA}, {"cuda_graph": True}):
+        batch = ContinuousBatch(tmp_path, max_requests=4, step_tokens=64, **options)
+        if "cuda_graph" in options:
+            batch.try_capture()
+            assert not batch.captured and 60 < batch.pool.count and batch.pool_bytes <= 0.75 * free
+        requests = [batch.add(prompt, 12, stop_tokens=()) for prompt in asked]
+        thread = threading.Thread(target=batch.run)
+        thread.start()
+        thread.join()
+        found.append([r.tokens for r in requests])
+    assert batch.captured and found[0] == found[1] and all(len(tokens) == 12 for tokens in found[0])

@@ -1083,3 +1083,5 @@ def test_a_pool_of_its_own_size(folder):
     request = batch.add([1, 2, 3], 4)
     batch.run()
     assert request.done and len(request.tokens) == 4
+    batch.try_capture()
+    assert batch.idle and batch.captured is None
