@@ -7,6 +7,7 @@ and calls are queued there, and nobody waits for them but who asks. Both keep th
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
 import numpy as np
 
@@ -123,7 +124,8 @@ class CudaStream:
             return
         try:  # the stream stays: the runtime that runs on it may outlive this
             self.make_current()
-            self._call("cuStreamSynchronize", self._stream)
+            with suppress(RuntimeError):  # what failed on it before says so once more
+                self._call("cuStreamSynchronize", self._stream)
             for pointer in self._there:
                 self._call("cuMemFree_v2", pointer)
             for host in self._here:

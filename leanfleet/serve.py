@@ -636,13 +636,14 @@ def load_server(
     if device is None and providers is None:
         providers = default_providers(onnxruntime.get_available_providers())
     chosen = on_device(providers, device) or ()
-    on_cuda = any(CUDA in (p, p[0]) for p in chosen)
+    on_cuda = any(CUDA in (p, p[0]) for p in list(chosen)[:1])  # as ONNX Runtime takes them: the first one's is the device
     max_requests = max_requests or (64 if on_cuda and rank is None else 16)
     step_tokens = max(step_tokens or (2048 if on_cuda else 128), max_requests)
     tokenizers = load_tokenizer(folder), load_tokenizer(folder)
     pages = None if cache_tokens is None else -(-cache_tokens // facts["block"])
     options |= {"pages": pages, "max_requests": max_requests, "step_tokens": step_tokens, "providers": chosen}
-    if cuda_graph is None and on_cuda and rank is None and not options.get("speculate"):
+    captures = on_cuda and rank is None and options.get("library", True) and not options.get("speculate")
+    if cuda_graph is None and captures:
         batch = _captured_if_possible(folder, options)
     else:
         batch = ContinuousBatch(folder, **options, cuda_graph=bool(cuda_graph), rank=rank)
@@ -658,6 +659,7 @@ def _captured_if_possible(folder: Path, options: dict[str, Any]) -> ContinuousBa
         return batch
     except RuntimeError as error:
         warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+    options["pages"] = batch.pool.count
     del batch  # the next one needs its memory
     gc.collect()
     return ContinuousBatch(folder, **options, cuda_graph=False)

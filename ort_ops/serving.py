@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,7 +57,7 @@ from leanfleet.ort_ops.sessions import (
 from leanfleet.step_sampler import Call
 
 if TYPE_CHECKING:
-    from onnxruntime import IOBinding, NodeArg, SessionOptions
+    from onnxruntime import IOBinding, NodeArg, OrtValue, SessionOptions
 
 POOL_SHARE = 0.75  # of a GPU's memory beside the weights, which pools take by default: the rest is for steps and their graphs
 DEFAULT_TOKENS = 4096  # of each request in the pool by default where its size does not come from a GPU's memory
@@ -72,6 +72,25 @@ _ONNX_TYPES = {
     SESSION_TYPES[name]: number
     for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
 }
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Memory of a GPU as an OrtValue has it. type: ONNX's number; bound_type: as a binding takes it."""
+
+    address: int
+    sizes: tuple[int, ...]
+    type: int
+    bound_type: Any
+
+    def shape(self) -> list[int]:
+        return list(self.sizes)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def element_type(self) -> int:
+        return self.type
 
 
 class _Captured:
@@ -169,22 +188,27 @@ def _graph(path: Path, exchange: Host | CudaStream) -> Call:
 
 
 def _default_pages(caches: list[NodeArg], facts: Facts, limits: Limits, device: Device, ranks: bool) -> int:
-    """On a GPU as many as there is room for, for all requests at their full length at most. Ranks, which need equal pools, and
-    CPUs: what requests of DEFAULT_TOKENS need."""
+    """On a GPU as many as fit in POOL_SHARE of its free memory, and at most what all requests need at their full length. On
+    CPUs, and for ranks, whose pools have to be equal: what requests of DEFAULT_TOKENS need."""
     block, positions = facts["block"], facts["max_positions"] or 0
     usual = limits.max_requests * -(-min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS) // block)
+    if device.kind == "cpu" or ranks:
+        return usual
     bytes_of = {i.name: int(np.prod(i.shape[1:])) * _BYTES[_ONNX_TYPES[i.type]] for i in caches}
     page = sum(size for name, size in bytes_of.items() if not is_state(name))
-    if device.kind == "cpu" or ranks or not page:
-        return usual
     states = limits.state_rows(True) * sum(size for name, size in bytes_of.items() if is_state(name))
     free = free_memory(device)
-    pages = int(POOL_SHARE * (free - states)) // page
-    if pages < 1:
+    room = int(POOL_SHARE * free) - states
+    if room < page or room < 0:
         raise ValueError(
-            f"{device} has {free / 1e9:.2f} GB left beside the weights: no room for pages of {page / 1e6:.2f} MB"
-            + (f" and {states / 1e9:.2f} GB of states: fewer max_requests need fewer" if states else "")
+            f"{device} has {free / 1e9:.2f} GB left beside the weights: no room in {POOL_SHARE:.0%} of it for"
+            + f" pages of {page / 1e6:.2f} MB" * bool(page)
+            + " and" * bool(page and states)
+            + f" {states / 1e9:.2f} GB of states: fewer max_requests and snapshots need less" * bool(states)
         )
+    if not page:
+        return usual
+    pages = room // page
     return min(pages, limits.max_requests * -(-positions // block)) if positions else pages
 
 
@@ -192,7 +216,8 @@ class ContinuousBatch(Batch):
     """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
     folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool (default: three quarters of the
-    memory that a GPU has beside the weights; on a CPU, or over ranks, 4096 tokens for each of max_requests); a request has
+    memory that a GPU has free beside the weights, states included, and at most what max_requests need at their full length; on
+    a CPU, or over ranks, 4096 tokens, or the model's positions, for each of max_requests); a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
     always at its start). snapshots: so many states are kept for that at most where layers are linear (default: max_requests).
     Where pages run out, the request with the least priority, the last to come among equals, gives its
@@ -262,15 +287,8 @@ class ContinuousBatch(Batch):
             limits = replace(limits, pages=_default_pages(caches, facts, limits, here, rank is not None))
         super().__init__(path, facts, [i.name for i in caches], limits, exchange, here)
         self.in_place = library
-        allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         rows = [limits.state_rows(self.linear) if is_state(i.name) else limits.pages for i in caches]
-        self.pools = [
-            allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device.kind, self.device.index)
-            for n, i in zip(rows, caches, strict=True)
-        ]
-        for i, pool in zip(caches, self.pools, strict=True):
-            if is_state(i.name) or not library:  # a body reads whole pools: give it numbers
-                pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
+        self.pools = [self._make_pool([n, *i.shape[1:]], i) for n, i in zip(rows, caches, strict=True)]
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
         self.identities = itertools.count(1)  # of the session's graphs
         self.options = onnxruntime.RunOptions()
@@ -282,6 +300,20 @@ class ContinuousBatch(Batch):
     @property
     def a_step_behind(self) -> bool:
         return self.captured is not None
+
+    def _make_pool(self, shape: list[int], cache: NodeArg) -> OrtValue | _Pool:
+        """States and what a body reads as a whole begin with zeros."""
+        import onnxruntime
+
+        onnx_type, dtype = _ONNX_TYPES[cache.type], _NUMPY_TYPES.get(cache.type)
+        if self.device.kind == "cpu":
+            value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, onnx_type, "cpu", 0)
+            if is_state(cache.name) or not self.in_place:
+                value.update_inplace(np.zeros(shape, dtype))
+            return value
+        # ONNX Runtime's arena would take more than that, and keep it when the batch is gone.
+        address = self._copier.allocate(int(np.prod(shape)) * _BYTES[onnx_type])
+        return _Pool(address, tuple(shape), onnx_type, onnx_type if dtype is None else dtype.type)
 
     def _places(self) -> Iterator[tuple[str, int, int, int]]:
         for name, pool in zip(self.pool_names, self.pools, strict=True):
@@ -303,11 +335,18 @@ class ContinuousBatch(Batch):
     def bind_pools(self, binding: IOBinding) -> None:
         """Binds the pools as inputs and outputs of the graph."""
         for name, pool in zip(self.pool_names, self.pools, strict=True):
-            binding.bind_ortvalue_input(name, pool)
-            if self.in_place:
-                binding.bind_ortvalue_output(SERVING.output_of(name), pool)
+            place: Any = None
+            if isinstance(pool, _Pool):
+                place = self.device.kind, self.device.index, pool.bound_type, list(pool.sizes), pool.address
+                binding.bind_input(name, *place)
             else:
+                binding.bind_ortvalue_input(name, pool)
+            if not self.in_place:
                 binding.bind_output(SERVING.output_of(name))
+            elif place:
+                binding.bind_output(SERVING.output_of(name), *place)
+            else:
+                binding.bind_ortvalue_output(SERVING.output_of(name), pool)
 
     def try_capture(self) -> None:
         """Runs a short answer, to see whether steps can be captured. Raises RuntimeError.

@@ -68,8 +68,7 @@ class Ours:
         self.folder, self.batch, self.names = folder / "serving", None, {}
 
     def open(self, running, tokens, step_tokens):
-        """Room for so many requests of so many tokens each, or as much of it as ContinuousBatch takes by default: requests then
-        wait for pages."""
+        """For so many requests at once. The pool has ContinuousBatch's default size, whatever their tokens are."""
         from leanfleet.ort_ops.serving import ContinuousBatch
 
         self.batch = None

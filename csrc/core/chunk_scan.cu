@@ -103,7 +103,8 @@ bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out)
 }
 
 // Whether keys are too wide for Hopper's kernel, but not halves of them, whose outputs add up: in T, so that halves that cancel
-// lose what T has not, and in float16 must not overflow. Row sums are then found beforehand.
+// lose what T has not, and in float16 must not overflow. Row sums are then found beforehand. Divided by a row sum that is small
+// because its halves cancel, what is lost is large: the first token's output, which is its value, would be off by per cents.
 bool in_halves(const ChunkScan& scan, const CudaTarget& target) {
   return scan.y.width > kChunkPartWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) &&
          (!scan.row_sums || row_sums_fit(scan)) && !scan.own_slots && runs_hopper_code(target.device);

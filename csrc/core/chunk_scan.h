@@ -56,10 +56,12 @@ struct ChunkScan {
   bool rank1;          // rx and ry are not 0
   bool row_sums;       // needed, for row_sum or to divide by them; y_group is 1 then
   bool divide;         // out_i by its row sum, whose magnitude is held at eps or more, its sign kept
+  bool halves_add;     // with divide: halves of wide keys have scores that cancel each other little, so that they may be split
   bool accumulate;     // add to what is in out
   bool final_decayed;  // descending: the final state also decays by the request's first token
   float eps;
-  const float* out_times;  // out is multiplied by *out_times, row_dot is not; or null
+  // out is multiplied by *out_times, row_dot is not; or null. Together with rank1 and wide keys only if these have rank1_parts.
+  const float* out_times;
   int64_t batch, requests, tokens;
   int32_t heads;  // of out
   // One of the two is 1. Heads of x that share one of y and z; heads of y and z that one of x sums over. There are
@@ -73,8 +75,9 @@ struct ChunkScan {
   void* out;                  // T, strided as out_strides, whose data is not used; 0 for tokens of no request
   ChunkTensor out_strides;
   ChunkFactor x_factor, x_rank1, y_factor, y_rank1, z_factor;  // fx, rx, ry, fy, fz
-  // Where rx ry cancels much of x·y, and keys are wider than kChunkPartWidth: so many floats behind what x_rank1 or y_rank1 has
-  // begins what cancels the first so many columns, and as many behind that what cancels the others. 0: it is not split.
+  // Where rx ry is there to cancel x·y: floats from what x_rank1 or y_rank1 has to what cancels the first kChunkPartWidth
+  // columns of x and y alone; what cancels the others follows as far behind. 0: it goes with the first columns. No sums are
+  // carried with it.
   int64_t rank1_parts;
   const float* log_decay;  // natural logarithms, [state heads] or [B,state heads,N]; null: no decay
   bool decay_per_token;

@@ -7,7 +7,8 @@
 
 namespace leanfleet {
 
-// Ascending, causal, without decay, of 16-bit numbers and at most kChunkMaxWidth keys.
+// Ascending, causal, without decay or packed requests, of 16-bit numbers and at most kChunkMaxWidth keys; what is divided, only
+// where halves_add. What is null while a workspace is counted may make a scan fit then and not when it runs: it asks for less.
 bool row_sums_fit(const ChunkScan& scan);
 
 // Finds the row sums of a scan that fits, and the sum of y that is carried, and leaves in `scan` one without row sums that has

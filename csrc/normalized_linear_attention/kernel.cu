@@ -378,7 +378,7 @@ __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch
   }
 }
 
-// Of query, of key or of both, where null is not asked for.
+// Of query, of key or of both; null: not asked for.
 int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t stream) {
   const QueryAndKey<UnitRows> both = {{in.query, in.query_strides, of_query != nullptr ? in.heads : 0, of_query},
                                       {in.key, in.key_strides, of_key != nullptr ? in.kv_heads : 0, of_key}};
@@ -386,8 +386,10 @@ int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t 
   const int64_t token_blocks = token_blocks_of(of_heads, in.tokens);
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
-    if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(in.query, in.query_strides, in.dim) &&
-        parts_aligned<T>(in.key, in.key_strides, in.dim))
+    bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
+    for (const UnitRows* of : {&both.query, &both.key})
+      aligned = aligned && (of->heads == 0 || parts_aligned<T>(of->x, of->strides, in.dim));
+    if (aligned)
       UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
           both, static_cast<unsigned>(in.batch * both.query.heads), in.tokens, static_cast<int>(in.dim),
           static_cast<unsigned>(token_blocks));
@@ -428,6 +430,7 @@ int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws) {
 
   ChunkScan scan = scan_of(in);
   scan.row_sums = scan.divide = true;
+  scan.halves_add = in.normalize_qk;  // no score is below a - b, and a = b = 1 as a rule
   scan.heads = static_cast<int32_t>(in.heads);
   scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
   scan.x = chunk_tensor(in.query, in.query_strides, in.dim);

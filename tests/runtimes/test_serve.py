@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -528,6 +529,7 @@ def test_defaults_by_device(folder, monkeypatch):
     class Batch:
         def __init__(self, path, **options):
             made.append(options)
+            self.pool = SimpleNamespace(count=options["pages"] or 4321)
             if options["cuda_graph"] and made[-1]["step_tokens"] == 77:
                 self.problem = RuntimeError("cannot be captured")
 
@@ -548,10 +550,12 @@ def test_defaults_by_device(folder, monkeypatch):
     assert asked(*sizes, **cpu) == [(None, 16, 128, False)]
     assert asked(*sizes, **cuda) == [(None, 64, 2048, True)]
     assert asked(*sizes, **cuda, rank=1) == [(None, 16, 2048, False)]
+    assert asked("cuda_graph", **cuda, library=False) == [(False,)]
+    assert asked("cuda_graph", providers=cpu["providers"] + cuda["providers"]) == [(False,)]
     assert asked("cuda_graph", "speculate", **cuda, speculate=3) == [(False, 3)]
     assert asked("cuda_graph", **cuda, cuda_graph=False) == [(False,)] and asked("cuda_graph", **cuda, cuda_graph=True) == [
         (True,)
     ]
     assert asked(*sizes, **cuda, cache_tokens=100, max_requests=90) == [(7, 90, 2048, True)]
     with pytest.warns(RuntimeWarning, match="steps are not captured as CUDA graphs: cannot be captured"):
-        assert asked(*sizes, **cuda, step_tokens=77) == [(None, 64, 77, True), (None, 64, 77, False)]
+        assert asked(*sizes, **cuda, step_tokens=77) == [(None, 64, 77, True), (4321, 64, 77, False)]

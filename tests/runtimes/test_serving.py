@@ -1067,14 +1067,32 @@ def test_pools_by_a_gpus_memory(monkeypatch):
     assert pages(quantised, gpu) == 750_000 // (2 * 16 * 64 + 2 * 16 * 32)
     state = node("1.recurrent_state", 3, 8, 8, of="float32")
     bytes_of_states = limits.state_rows(True) * 3 * 8 * 8 * 4
-    assert is_state(state.name) and pages([*paged, state], gpu) == int(0.75 * (1_000_000 - bytes_of_states)) // page
+    assert is_state(state.name) and pages([*paged, state], gpu) == (750_000 - bytes_of_states) // page
     for caches, device, ranks in ((paged, cpu, False), (paged, gpu, True), ([state], gpu, False)):
         assert pages(caches, device, None, ranks) == 4 * 4096 // 16 and pages(caches, device, 100, ranks) == 4 * 7
     large = node("1.recurrent_state", 300, 30, 30, of="float32")
     with pytest.raises(
-        ValueError, match=r"cuda:1 has 0.00 GB left .* no room for pages of 0.01 MB and 0.01 GB of states: fewer"
+        ValueError, match=r"cuda:1 has 0.00 GB .* in 75% of it for pages of 0.01 MB and 0.01 GB of states: fewer"
     ):
         pages([*paged, large], gpu)
+    with pytest.raises(ValueError, match=r"no room in 75% of it for 0.01 GB of states: fewer max_requests and snapshots"):
+        pages([large], gpu)
+
+
+def test_pools_bound_by_their_address(folder):
+    """As those on a GPU are: the same tokens."""
+    batch = ContinuousBatch(folder, 30, 3, 12, providers=["CPUExecutionProvider"])
+    expected = batch.add(list(range(20)), 9, stop_tokens=())
+    batch.run()
+    bound = ContinuousBatch(folder, 30, 3, 12, providers=["CPUExecutionProvider"])
+    bound.pools = [
+        serving._Pool(bound.exchange.allocate(p.numpy().nbytes), tuple(p.shape()), p.element_type(), p.numpy().dtype.type)
+        for p in bound.pools
+    ]
+    bound.bind_pools(bound.binding)
+    found = bound.add(list(range(20)), 9, stop_tokens=())
+    bound.run()
+    assert found.tokens == expected.tokens and bound.pool_bytes == batch.pool_bytes
 
 
 def test_a_pool_of_its_own_size(folder):
