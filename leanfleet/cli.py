@@ -266,8 +266,8 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
         type=_positive,
         metavar="N",
         help="tokens whose keys and values are kept, of all requests together (default: on a GPU, as many as fit in three "
-        "quarters of the memory that is free beside the weights; on a CPU and over several GPUs 4096, or the model's positions, "
-        "for each of --max-requests)",
+        "quarters of the memory that is free beside the weights; on a CPU and over several GPUs 4096, or the model's "
+        "positions, for each of --max-requests)",
     )
     serve.add_argument("--max-requests", type=_positive, metavar="N", help="run at once (default: 16, on a GPU 64)")
     serve.add_argument("--max-waiting", type=_positive, default=256, metavar="N", help="wait at most (default: %(default)s)")

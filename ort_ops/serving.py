@@ -200,12 +200,10 @@ def _default_pages(caches: list[NodeArg], facts: Facts, limits: Limits, device: 
     free = free_memory(device)
     room = int(POOL_SHARE * free) - states
     if room < page or room < 0:
-        raise ValueError(
-            f"{device} has {free / 1e9:.2f} GB left beside the weights: no room in {POOL_SHARE:.0%} of it for"
-            + f" pages of {page / 1e6:.2f} MB" * bool(page)
-            + " and" * bool(page and states)
-            + f" {states / 1e9:.2f} GB of states: fewer max_requests and snapshots need less" * bool(states)
-        )
+        wanted = [f"pages of {page / 1e6:.2f} MB"] * bool(page)
+        wanted += [f"{states / 1e9:.2f} GB of states: fewer max_requests and snapshots need less"] * bool(states)
+        left = f"{device} has {free / 1e9:.2f} GB left beside the weights"
+        raise ValueError(f"{left}: no room in {POOL_SHARE:.0%} of it for {' and '.join(wanted)}")
     if not page:
         return usual
     pages = room // page
