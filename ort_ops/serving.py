@@ -6,6 +6,7 @@ leanfleet.batching says what each step has; here are the session, its pools, and
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -229,6 +230,7 @@ class ContinuousBatch(Batch):
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
     the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
+    Call step() in one thread: each captures for itself.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     rank: of a tensor parallel folder, whose share this process runs, with all others: see leanfleet.together.
@@ -288,6 +290,7 @@ class ContinuousBatch(Batch):
         rows = [limits.state_rows(self.linear) if is_state(i.name) else limits.pages for i in caches]
         self.pools = [self._make_pool([n, *i.shape[1:]], i) for n, i in zip(rows, caches, strict=True)]
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
+        self.thread = threading.local()  # captured: those that this thread has captured
         self.identities = itertools.count(1)  # of the session's graphs
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -347,14 +350,17 @@ class ContinuousBatch(Batch):
                 binding.bind_ortvalue_output(SERVING.output_of(name), pool)
 
     def try_capture(self) -> None:
-        """Runs a short answer, to see whether steps can be captured. Raises RuntimeError.
-
-        ONNX Runtime keeps captured graphs for the thread that ran them, which need not be the one that will call step(): they
-        are captured again.
-        """
+        """Runs a short answer, to see whether steps can be captured. Raises RuntimeError."""
         self.add([0, 0, 0], 3, stop_tokens=())
         self.run()
-        self.captured = {} if self.captured is not None else None
+
+    def _captured_here(self) -> dict[tuple[int, ...], _Captured]:
+        """The steps that this thread has captured. ONNX Runtime keeps graphs for the thread that ran them: another would run a
+        step several times, to capture it, and states would take it as often."""
+        own: dict[tuple[int, ...], _Captured] | None = getattr(self.thread, "captured", None)
+        if own is None or own is not self.captured:
+            own = self.captured = self.thread.captured = {}
+        return own
 
     def _captured_step(
         self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
@@ -382,7 +388,7 @@ class ContinuousBatch(Batch):
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
         wanted, rows, tokens = len(feed[LAST]), len(feed[SEQ_LENS]), len(feed[POSITIONS])
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
-            step = self._captured_step(self.captured, tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
+            step = self._captured_step(self._captured_here(), tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
             step.run(feed, self.turn, self.results.address)
             return
         for name, array in feed.items():

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -1077,6 +1078,18 @@ def test_pools_by_a_gpus_memory(monkeypatch):
         pages([*paged, large], gpu)
     with pytest.raises(ValueError, match=r"no room in 75% of it for 0.01 GB of states: fewer max_requests and snapshots"):
         pages([large], gpu)
+
+
+def test_captured_steps_are_a_threads_own(folder):
+    batch = ContinuousBatch(folder, 4, 1, 12, providers=["CPUExecutionProvider"])
+    first = batch._captured_here()
+    first["a step"] = None
+    assert batch._captured_here() is first
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(batch._captured_here).result()
+        assert theirs == {} and batch.captured is theirs and other.submit(batch._captured_here).result() is theirs
+        again = batch._captured_here()
+        assert again == {} and again is not first and other.submit(batch._captured_here).result() is not theirs
 
 
 def test_pools_bound_by_their_address(folder):
