@@ -636,7 +636,8 @@ def load_server(
     if device is None and providers is None:
         providers = default_providers(onnxruntime.get_available_providers())
     chosen = on_device(providers, device) or ()
-    on_cuda = any(CUDA in (p, p[0]) for p in list(chosen)[:1])  # as ONNX Runtime takes them: the first one's is the device
+    first = next(iter(chosen), "")
+    on_cuda = CUDA in (first, *first[:1])  # with or without options; ONNX Runtime runs what it can on the first one
     max_requests = max_requests or (64 if on_cuda and rank is None else 16)
     step_tokens = max(step_tokens or (2048 if on_cuda else 128), max_requests)
     tokenizers = load_tokenizer(folder), load_tokenizer(folder)

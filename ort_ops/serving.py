@@ -73,16 +73,17 @@ _ONNX_TYPES = {
     SESSION_TYPES[name]: number
     for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
 }
+# As bindings take ONNX's types by address; others, which numpy lacks, by their numbers.
+_BOUND_TYPES = {_ONNX_TYPES[SESSION_TYPES[name]]: np.dtype(name).type for name in ("float32", "float16", "int8", "uint8")}
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """Memory of a GPU as an OrtValue has it. type: ONNX's number; bound_type: as a binding takes it."""
+    """Memory of a GPU, with what is asked of an OrtValue. type: ONNX's number."""
 
     address: int
     sizes: tuple[int, ...]
     type: int
-    bound_type: Any
 
     def shape(self) -> list[int]:
         return list(self.sizes)
@@ -306,15 +307,21 @@ class ContinuousBatch(Batch):
         """States and what a body reads as a whole begin with zeros."""
         import onnxruntime
 
-        onnx_type, dtype = _ONNX_TYPES[cache.type], _NUMPY_TYPES.get(cache.type)
+        number = _ONNX_TYPES[cache.type]
         if self.device.kind == "cpu":
-            value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, onnx_type, "cpu", 0)
+            value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, number, "cpu", 0)
             if is_state(cache.name) or not self.in_place:
-                value.update_inplace(np.zeros(shape, dtype))
+                value.update_inplace(np.zeros(shape, _NUMPY_TYPES[cache.type]))
             return value
-        # ONNX Runtime's arena would take more than that, and keep it when the batch is gone.
-        address = self._copier.allocate(int(np.prod(shape)) * _BYTES[onnx_type])
-        return _Pool(address, tuple(shape), onnx_type, onnx_type if dtype is None else dtype.type)
+        size = int(np.prod(shape)) * _BYTES[number]
+        try:  # from the driver: ONNX Runtime's arena would take more than that, and keep it when the batch is gone
+            return _Pool(self._copier.allocate(size), tuple(shape), number)
+        except RuntimeError as error:
+            left, pools = free_memory(self.device), len(self.pool_names)
+            raise RuntimeError(
+                f"{self.device} has {left / 1e9:.2f} GB left where {cache.name}, one of {pools} pools, needs {size / 1e9:.2f} "
+                f"({error}): fewer pages or max_requests need less"
+            ) from None
 
     def _places(self) -> Iterator[tuple[str, int, int, int]]:
         for name, pool in zip(self.pool_names, self.pools, strict=True):
@@ -338,7 +345,8 @@ class ContinuousBatch(Batch):
         for name, pool in zip(self.pool_names, self.pools, strict=True):
             place: Any = None
             if isinstance(pool, _Pool):
-                place = self.device.kind, self.device.index, pool.bound_type, list(pool.sizes), pool.address
+                bound_type = _BOUND_TYPES.get(pool.type, pool.type)
+                place = self.device.kind, self.device.index, bound_type, list(pool.sizes), pool.address
                 binding.bind_input(name, *place)
             else:
                 binding.bind_ortvalue_input(name, pool)

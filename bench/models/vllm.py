@@ -38,7 +38,7 @@ import numpy as np
 
 from bench.models.serving import config_of, fill_randomly, requests
 
-STEPS, ROUNDS, BLOCK = 256, 2, 16
+STEPS, ROUNDS = 256, 2
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
 SERVING = dict(requests=256, prompt=802, answer=168, running=64, step_tokens=2048)
 RATED = "serving at a rate"
@@ -67,8 +67,8 @@ class Ours:
             torch.cuda.empty_cache()
         self.folder, self.batch, self.names = folder / "serving", None, {}
 
-    def open(self, running, tokens, step_tokens):
-        """For so many requests at once. The pool has ContinuousBatch's default size, whatever their tokens are."""
+    def open(self, running, step_tokens):
+        """For so many requests at once, with a pool of ContinuousBatch's default size."""
         from leanfleet.ort_ops.serving import ContinuousBatch
 
         self.batch = None
@@ -117,7 +117,7 @@ class Vllm:
         config.save_pretrained(self.model)
         self.engine, self.opened, self.traces = None, None, None
 
-    def open(self, running, tokens, step_tokens):
+    def open(self, running, step_tokens):
         from vllm import LLM
 
         wanted = max(running, 256), step_tokens
@@ -255,7 +255,7 @@ def timings(engine, model, lines, serving, wanted_rates=()):
     """Rows of the lines, and one of serving, and those of rates."""
     draw, vocabulary = np.random.default_rng(0), config_of(model).vocab_size
     for batch, context, section in lines:
-        engine.open(batch, context + STEPS + 1, MOST_TOKENS)
+        engine.open(batch, MOST_TOKENS)
         prompts = [draw.integers(0, vocabulary, context).tolist() for _ in range(batch)]
         first, whole = (timed(engine, prompts, [count] * batch) for count in (1, 1 + STEPS))
         place = {"model": model, "batch": batch, "context": context, "section": section}
@@ -265,7 +265,7 @@ def timings(engine, model, lines, serving, wanted_rates=()):
         yield {"kind": "prompt", **place, "value": prompt}
     if serving:
         work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], vocabulary)
-        engine.open(SERVING["running"], max(len(p) + a for p, a in work), SERVING["step_tokens"])
+        engine.open(SERVING["running"], SERVING["step_tokens"])
         seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
         rate = sum(a for _, a in work) / seconds
         place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
@@ -279,7 +279,7 @@ def traced(engine, model):
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as engine.traces:
         for batch, context in PROFILED:
-            engine.open(batch, context + STEPS + 1, MOST_TOKENS)
+            engine.open(batch, MOST_TOKENS)
             prompts = [draw.integers(0, config_of(model).vocab_size, context).tolist() for _ in range(batch)]
             for row in profiled(engine, {"model": model, "batch": batch, "context": context}, prompts):
                 print(f"{batch} x {context}: kernels of {row['ms']:.3f} ms of a {row['kind']}", flush=True)

@@ -55,14 +55,19 @@ struct Lane {
     return x;
   }
 
+  // Rows of tokens from `token` on, 0 from `end` on.
+  __device__ __forceinline__ void load_rows(const ChunkTensor& x, int head, int64_t token, int64_t end,
+                                            uint4 (&rows)[kRowsAtOnce]) const {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = token + r < end ? load(row(x, head, token + r)) : make_uint4(0, 0, 0, 0);
+  }
+
   // Adds the rows of y of tokens begin .. end.
   __device__ __forceinline__ void add(float (&sum)[kColumns], int64_t begin, int64_t end) const {
 #pragma unroll 1
     for (int64_t token = begin; token < end; token += kRowsAtOnce) {
       uint4 rows[kRowsAtOnce];
-#pragma unroll
-      for (int r = 0; r < kRowsAtOnce; ++r)
-        rows[r] = token + r < end ? load(row(scan.y, y_head / scan.y_share, token + r)) : make_uint4(0, 0, 0, 0);
+      load_rows(scan.y, y_head / scan.y_share, token, end, rows);
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
         if (token + r >= end) break;
@@ -189,10 +194,7 @@ __global__ void __launch_bounds__(kThreads) RowSumKernel(const __grid_constant__
   for (int64_t token = tokens.begin; token < tokens.end; token += kRowsAtOnce) {
     float sums[kRowsAtOnce][kColumns];
     uint4 rows[kRowsAtOnce];
-#pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r)
-      rows[r] =
-          token + r < tokens.end ? lane.load(lane.row(scan.y, lane.y_head / scan.y_share, token + r)) : make_uint4(0, 0, 0, 0);
+    lane.load_rows(scan.y, lane.y_head / scan.y_share, token, tokens.end, rows);
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
       const bool there = token + r < tokens.end;
@@ -206,10 +208,7 @@ __global__ void __launch_bounds__(kThreads) RowSumKernel(const __grid_constant__
 #pragma unroll 1
     for (int x = 0; x < scan.x_group; ++x) {
       const int x_head = lane.y_head * scan.x_group + x;
-#pragma unroll
-      for (int r = 0; r < kRowsAtOnce; ++r)
-        rows[r] =
-            token + r < tokens.end ? lane.load(lane.row(scan.x, x_head / scan.x_share, token + r)) : make_uint4(0, 0, 0, 0);
+      lane.load_rows(scan.x, x_head / scan.x_share, token, tokens.end, rows);
       float dots[kRowsAtOnce] = {};
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r)

@@ -1092,20 +1092,42 @@ def test_captured_steps_are_a_threads_own(folder):
         assert again == {} and again is not first and other.submit(batch._captured_here).result() is not theirs
 
 
-def test_pools_bound_by_their_address(folder):
-    """As those on a GPU are: the same tokens."""
-    batch = ContinuousBatch(folder, 30, 3, 12, providers=["CPUExecutionProvider"])
-    expected = batch.add(list(range(20)), 9, stop_tokens=())
-    batch.run()
-    bound = ContinuousBatch(folder, 30, 3, 12, providers=["CPUExecutionProvider"])
-    bound.pools = [
-        serving._Pool(bound.exchange.allocate(p.numpy().nbytes), tuple(p.shape()), p.element_type(), p.numpy().dtype.type)
-        for p in bound.pools
-    ]
+@pytest.mark.parametrize("cache", (None, "int8", "fp8", "int4"))
+def test_pools_as_on_a_gpu(model, tmp_path, monkeypatch, cache):
+    """Bound by their address: the same tokens; and what is said where memory runs out."""
+    export_for_serving(model, tmp_path, block=BLOCK, cache=cache)
+
+    def batch():
+        return ContinuousBatch(tmp_path, 30, 3, 12, providers=["CPUExecutionProvider"])
+
+    def tokens(batch):
+        request = batch.add(list(range(20)), 9, stop_tokens=())
+        batch.run()
+        return request.tokens
+
+    bound, cpu = batch(), Device("cpu")
+    shapes, caches = (
+        [pool.shape() for pool in bound.pools],
+        [i for i in bound.session.get_inputs() if i.name in bound.pool_names],
+    )
+    bound._copier, bound.device = bound.exchange, Device("cuda")
+    bound.pools = [bound._make_pool(shape, i) for shape, i in zip(shapes, caches, strict=True)]
+    assert all(isinstance(pool, serving._Pool) for pool in bound.pools)
+
+    def refuse(size):
+        raise RuntimeError("cuMemAlloc_v2 failed: out of memory (2)")
+
+    monkeypatch.setattr(bound.exchange, "allocate", refuse)
+    monkeypatch.setattr(serving, "free_memory", lambda device: 5_000_000)
+    words = (
+        rf"cuda has 0.01 GB left where {caches[0].name}, one of {len(caches)} pools, needs 0.00 \(cuMem.* \(2\)\): fewer pages"
+    )
+    with pytest.raises(RuntimeError, match=words.replace("cuda has", "cuda:0 has")):
+        bound._make_pool(shapes[0], caches[0])
+    bound.device = cpu
     bound.bind_pools(bound.binding)
-    found = bound.add(list(range(20)), 9, stop_tokens=())
-    bound.run()
-    assert found.tokens == expected.tokens and bound.pool_bytes == batch.pool_bytes
+    plain = batch()
+    assert tokens(bound) == tokens(plain) and bound.pool_bytes == plain.pool_bytes
 
 
 def test_a_pool_of_its_own_size(folder):
