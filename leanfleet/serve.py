@@ -35,7 +35,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from leanfleet import generation
+from leanfleet import driver, generation
 from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.driver import Device
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
@@ -644,7 +644,7 @@ def load_server(
     pages = None if cache_tokens is None else -(-cache_tokens // facts["block"])
     options |= {"pages": pages, "max_requests": max_requests, "step_tokens": step_tokens, "providers": chosen}
     captures = on_cuda and rank is None and options.get("library", True) and not options.get("speculate")
-    if cuda_graph is None and captures:
+    if cuda_graph is None and captures and driver.why_no_gpu() is None:
         batch = _captured_if_possible(folder, options)
     else:
         batch = ContinuousBatch(folder, **options, cuda_graph=bool(cuda_graph), rank=rank)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from leanfleet import driver
 from leanfleet.batching import NO_STATE, TURNS, Batch, Limits
 from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
@@ -270,6 +271,8 @@ class ContinuousBatch(Batch):
         limits = Limits(1 if pages is None else pages, max_requests, step_tokens, share, snapshots, speculate)
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
+        if cuda_graph and (problem := driver.why_no_gpu()):
+            raise ValueError(f"cuda_graph needs a GPU, and {problem}")
         exchange: Host | CudaStream = Host()
         if cuda_graph:
             providers = on_device([(CUDA, cuda_options(providers))], device)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet import cli, engine, generation, serve
+from leanfleet import cli, driver, engine, generation, serve
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import add_serving
 from leanfleet.lookup import Lookup
@@ -537,6 +537,7 @@ def test_defaults_by_device(folder, monkeypatch):
             if hasattr(self, "problem"):
                 raise self.problem
 
+    monkeypatch.setattr(driver, "why_no_gpu", lambda: None)
     monkeypatch.setattr(serve, "ContinuousBatch", Batch)
     monkeypatch.setattr(serve, "Server", lambda batch, *rest: batch)
 
@@ -559,3 +560,7 @@ def test_defaults_by_device(folder, monkeypatch):
     assert asked(*sizes, **cuda, cache_tokens=100, max_requests=90) == [(7, 90, 2048, True)]
     with pytest.warns(RuntimeWarning, match="steps are not captured as CUDA graphs: cannot be captured"):
         assert asked(*sizes, **cuda, step_tokens=77) == [(None, 64, 77, True), (4321, 64, 77, False)]
+    monkeypatch.setattr(driver, "why_no_gpu", lambda: "there is no NVIDIA driver here")
+    assert asked("cuda_graph", **cuda) == [(False,)]  # ONNX Runtime says what is missing
+    with pytest.raises(ValueError, match="cuda_graph needs a GPU, and there is no NVIDIA driver here"):
+        ContinuousBatch(folder, cuda_graph=True)
