@@ -4,39 +4,73 @@
 
 The server runs in a process of its own; the clients are OpenAI's, streaming, in this one. Requests come at random times (a
 Poisson process of so many a second; inf: all at once), with prompts and answers of lognormal lengths. All of them begin with
-the same system prompt of --system words; each rate is measured with shared beginnings and with --no-share, on the same
-requests. --options: of the server.
+the same system prompt of --system words; one server with shared beginnings and one with --no-share get the same requests, at
+each rate others. --options: of the server.
+
+FOLDER may be one that `bench.models.serving export --ways continuous` wrote: random weights are made here then, on the GPU if
+there is one, and where there is no tokenizer the folder gets one of made-up words, as many as the model has tokens.
 """
 
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import openai
 
+from bench.models.serving import GRAPHS, fill_randomly
 from leanfleet import native
 from leanfleet.ort_ops.generation import load_tokenizer
 
 KEY = "bench"
+LETTERS = 5  # of a made-up word
 
 
-def drawn_requests(tokenizer, count, system, seed):
-    """[(prompt, tokens of the answer)] with the system prompt in front."""
-    random = np.random.default_rng(seed)
+def prepared(folder):
+    """The folder to serve: the given one, or what `bench.models.serving export` wrote into it, made ready."""
+    if not (folder / "bench.json").exists():
+        return folder
+    facts, inside = json.loads((folder / "bench.json").read_text()), folder / GRAPHS["continuous"]
+    if "random" in facts and not (inside / "model.onnx.data").exists():
+        import torch
+
+        fill_randomly(folder, facts, "cuda" if torch.cuda.is_available() else "cpu", ["continuous"])
+        torch.cuda.empty_cache()
+    if not (inside / "tokenizer.json").exists():
+        write_words(inside, json.loads((inside / "leanfleet.json").read_text())["vocabulary"])
+    return inside
+
+
+def write_words(folder, count):
+    """A tokenizer of so many words of five letters, each a token."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = map("".join, itertools.product(string.ascii_lowercase, repeat=LETTERS))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(count))), unk_token="aaaaa"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+
+
+def drawn_requests(tokenizer, count, system, seed, number=0):
+    """[(prompt, tokens of the answer)] with the seed's system prompt in front; others for another number."""
+    random, own = np.random.default_rng(seed), np.random.default_rng([number, seed])
     words = [w for w in tokenizer.get_vocab() if w.isascii() and w.lstrip("Ġ▁").isalpha() and len(w) > 4]
     words = sorted(w.lstrip("Ġ▁") for w in words)
     shared = " ".join(random.choice(words, system))
-    prompts = np.clip(random.lognormal(4.0, 0.8, count), 4, 600).astype(int)
-    answers = np.clip(random.lognormal(3.5, 0.6, count), 4, 200).astype(int)
-    return [(f"{shared} {' '.join(random.choice(words, n))}", int(m)) for n, m in zip(prompts, answers, strict=True)]
+    prompts = np.clip(own.lognormal(4.0, 0.8, count), 4, 600).astype(int)
+    answers = np.clip(own.lognormal(3.5, 0.6, count), 4, 200).astype(int)
+    return [(f"{shared} {' '.join(own.choice(words, n))}", int(m)) for n, m in zip(prompts, answers, strict=True)]
 
 
 async def ask(client, model, prompt, count, at, start):
@@ -82,7 +116,27 @@ def serving(folder, options):
     for line in process.stderr:
         if found := re.match(r"serving (\S+) at (\S+) ", line):
             return process, found[1], found[2]
+        print(line, end="", file=sys.stderr)
     raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")
+
+
+def device():
+    """The GPU's name, or what the kernels use of this processor."""
+    try:
+        import torch
+    except ImportError:
+        return native.build_info()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else native.build_info()
+
+
+def tell(share, line):
+    first, between = line["first_token_seconds"], line["next_token_seconds"]
+    print(
+        f"{'shared' if share else 'apart ':6} {line['rate']!s:>11}: {line['tokens_per_second']:7.1f} tokens/s, "
+        f"first token {first['median']:.3f} s (p99 {first['p99']:.3f}), "
+        f"next {1e3 * between['median']:.1f} ms (p99 {1e3 * between['p99']:.1f})",
+        flush=True,
+    )
 
 
 def main():
@@ -95,35 +149,33 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--options", type=shlex.split, default=[], help="of leanfleet serve, in quotes")
     args = parser.parse_args()
-    seed, tokenizer = int(args.seed, 16), load_tokenizer(args.folder)
-    requests = drawn_requests(tokenizer, args.requests, args.system, seed)
-    sizes = [len(tokenizer(prompt)["input_ids"]) for prompt, _ in requests]
-    print(f"prompts of {np.mean(sizes):.0f} tokens, answers of {np.mean([n for _, n in requests]):.0f} on average")
+    seed, folder = int(args.seed, 16), prepared(Path(args.folder))
+    tokenizer, rates = load_tokenizer(folder), [float(rate) for rate in args.rates.split(",")]
+    work = [drawn_requests(tokenizer, args.requests, args.system, seed, n) for n in range(len(rates) + 1)]
+    sizes = [len(tokenizer(prompt)["input_ids"]) for requests in work[1:] for prompt, _ in requests]
+    answers = [n for requests in work[1:] for _, n in requests]
+    print(f"prompts of {np.mean(sizes):.0f} tokens, answers of {np.mean(answers):.0f} on average")
     lines = []
     for share in (True, False):
-        for rate in map(float, args.rates.split(",")):
-            process, model, address = serving(args.folder, [*args.options, *([] if share else ["--no-share"])])
-            try:
-                asyncio.run(measure(address, model, drawn_requests(tokenizer, 4, 5, seed + 1), np.inf, seed))  # warms it up
+        begun = time.perf_counter()
+        process, model, address = serving(folder, [*args.options, *([] if share else ["--no-share"])])
+        ready = time.perf_counter() - begun
+        try:
+            asyncio.run(measure(address, model, work[0], np.inf, seed))  # warms it up
+            for rate, requests in zip(rates, work[1:], strict=True):
                 line = asyncio.run(measure(address, model, requests, rate, seed))
-            finally:
-                process.terminate()
-                process.wait()
-            lines.append({"share": share} | line)
-            first, between = line["first_token_seconds"], line["next_token_seconds"]
-            print(
-                f"{'shared' if share else 'apart ':6} {line['rate']!s:>11}: {line['tokens_per_second']:7.1f} tokens/s, "
-                f"first token {first['median']:.3f} s (p99 {first['p99']:.3f}), "
-                f"next {1e3 * between['median']:.1f} ms (p99 {1e3 * between['p99']:.1f})",
-                flush=True,
-            )
+                lines.append({"share": share, "ready_seconds": ready} | line)
+                tell(share, line)
+        finally:
+            process.terminate()
+            process.wait()
     if args.out:
         facts = {
             "date": datetime.date.today().isoformat(),
-            "device": native.build_info(),
+            "device": device(),
             "folder": os.path.basename(os.path.normpath(args.folder)),
             "seed": args.seed,
-            "prompt_tokens": sum(sizes),
+            "prompt_tokens": sum(sizes) / len(rates),
             "system_words": args.system,
             "options": args.options,
         }
