@@ -11,7 +11,6 @@ positions, which makes masks exact for prompts and steps alike; a step reads its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from leanfleet.decoder_contract import MOST_RANKS, WORLD
 from leanfleet.export.cache import Cache
 from leanfleet.export.quantised_caches import CacheType
 from leanfleet.export.support import check_shared_layers, check_supported
-from leanfleet.export.torch_ops import all_gather, merge_attention
 
 
 def check_world(world: object) -> int:
@@ -84,13 +82,6 @@ def order_of_pages(
     return ends, torch.where(index == place, page, -1)
 
 
-def over_ranks(x: torch.Tensor, world: int) -> torch.Tensor:
-    """x [...] of all ranks, [W,...]. A process that runs a decoder in PyTorch has no other ranks: they count as its like."""
-    if torch.compiler.is_exporting():
-        return all_gather(x.unsqueeze(0), communicator=WORLD, world=world)
-    return x.unsqueeze(0).repeat(world, *[1] * x.dim())
-
-
 class Shares(Cache):
     """One rank's pools of one traced call, by name ("0.key")."""
 
@@ -119,19 +110,9 @@ class Shares(Cache):
         return self._orders[window]
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As Cache.attend: appends the new tokens that are this rank's; attention over the shares of all ranks."""
+        """As Cache.attend: appends the new tokens that are this rank's; attention over the shares of all ranks. A process that
+        runs a decoder in PyTorch has no other ranks: its share is all that counts there."""
         seq_lens, block_table = self._order(options.get("window", -1))
-        if (sinks := options.get("sinks")) is not None:  # each rank adds its part, so that all together are one sink
-            options["sinks"] = sinks - math.log(self.world)
-        output, lse = self.append(
-            layer,
-            query,
-            seq_lens=seq_lens,
-            query_lens=self.query_lens,
-            new_key=key,
-            new_value=value,
-            block_table=block_table,
-            **options,
-        )
-        by_token = (x.transpose(1, 2).contiguous() for x in (output, lse))  # merging does not care which axis is which
-        return merge_attention(*(over_ranks(x, self.world) for x in by_token))[0]
+        if torch.compiler.is_exporting():
+            options |= dict(world=self.world, communicator=WORLD)
+        return super().attend(layer, query, key, value, seq_lens=seq_lens, block_table=block_table, **options)

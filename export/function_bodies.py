@@ -313,7 +313,16 @@ def _quantised(ops, rows, scale, form):
 
 
 def _lean_attention(ops, x, a, ranks):
-    """Packed new tokens are spread to rows of padding, and the outputs packed again."""
+    """Packed new tokens are spread to rows of padding, and the outputs packed again. Keys of several ranks count as if all had
+    these."""
+    if a.world != 1:
+        if not 1 <= a.world <= communicators.MAX_RANKS:
+            raise ValueError(f"LeanAttention: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
+        more = math.log(a.world)
+        sinks = None if x.sinks is None else ops.Sub(x.sinks, more)
+        alone = [SimpleNamespace(**{**vars(x), "sinks": sinks}), SimpleNamespace(**{**vars(a), "world": 1})]
+        output, lse, *caches = _lean_attention(ops, *alone, ranks)
+        return [output, ops.Add(lse, more), *caches]
     if x.cu_query_lens is None:
         return _lean_attention_of_rows(ops, x, a, ranks)
     rows = _PackedRows(ops, x, a.layout)

@@ -347,6 +347,8 @@ def lean_attention(
     packed_qkv: int = 0,
     key_per_token: int = 0,
     value_per_token: int = 0,
+    world: int = 1,
+    communicator: str = "world",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
@@ -381,12 +383,40 @@ def lean_attention(
     page id outside the pool masks its positions out, for reading and for writing. What no row sees may be
     anything, NaN included.
 
+    world above 1: the keys are spread over the ranks of a communicator, see ops.toml. The reference takes all ranks to have this
+    one's, and raises ValueError where this process's communicator has more than one rank.
+
     Returns output T [B,H,Nq,Dv] and lse F [B,H,Nq], the natural logarithm of the sum of exponentials, sink
     included; with append also key_cache_out and value_cache_out, and of them that are per token key_scale_out and
     value_scale_out. A row that sees nothing has output 0 and
     lse -inf, or the sink; padding rows and empty requests have output 0 and lse -inf.
     """
     op = "LeanAttention"
+    if world != 1:
+        _check(world >= 1, f"{op}: world is {world}; expected 1 or more")
+        _alone(op, communicator)
+        own = None if sinks is None else sinks - math.log(world)
+        arguments = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table, own)
+        output, lse, *caches = lean_attention(
+            *arguments,
+            cos_cache=cos_cache,
+            sin_cache=sin_cache,
+            cu_query_lens=cu_query_lens,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            append=append,
+            layout=layout,
+            rotary_interleaved=rotary_interleaved,
+            packed_qkv=packed_qkv,
+            key_per_token=key_per_token,
+            value_per_token=value_per_token,
+            compute_dtype=compute_dtype,
+        )
+        return output, lse + math.log(world), *caches
     if cu_query_lens is not None:
         _check(query_lens is None, f"{op}: query_lens and cu_query_lens are both given; give one")
         arguments = {

@@ -47,6 +47,7 @@ class _Lent(ctypes.Structure):
         ("engine", ctypes.c_int32),
         ("sum", ctypes.c_void_p),
         ("gather", ctypes.c_void_p),
+        ("merge", ctypes.c_void_p),
         ("release", ctypes.c_void_p),
     ]
 
@@ -142,6 +143,16 @@ class Communicator:
         """Destroys it; a second time does nothing. CUDA graphs with its exchanges keep what they need until they are gone."""
         if _open.get((self.name, self.engine)) is self:
             destroy(self.name)
+
+    @property
+    def direct(self) -> int:
+        """How many of its exchanges went straight through the memory of the other GPUs, in one kernel each: those of up to
+        512 KiB a rank between GPUs of one host that reach each other. The others, and with LEANFLEET_DIRECT=0 all, go through
+        NCCL. A captured exchange counts once, when it is captured."""
+        count = ctypes.c_int64()
+        code = _owner().leanfleet_communicator_direct(self.name.encode(), _engine(self.engine), ctypes.byref(count))
+        native.raise_for(_owner(), code)
+        return count.value
 
     def check(self) -> None:
         """Raises leanfleet.native.LeanfleetError where it is known to have failed, without waiting: for programs that replay

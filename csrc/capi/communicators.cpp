@@ -38,6 +38,14 @@ struct Borrowed : Communicator {
   Status gather(const void* input, void* output, int64_t count, DType dtype, void* stream) override {
     return run(lent.gather, input, output, count, dtype, stream);
   }
+  Status merge(const PartialAttention& part, void* stream, bool* done) override {
+    char error[1024] = {};
+    int32_t merged = 0;
+    const int code = lent.merge(lent.self, part.output, part.lse, part.rows, part.width, static_cast<int32_t>(part.dtype),
+                                stream, &merged, error, sizeof error);
+    *done = merged != 0;
+    return {static_cast<Code>(code), error};
+  }
   void abort(const std::string&) override {}  // its owner does
 
   const leanfleet_lent lent;
@@ -51,6 +59,17 @@ int lent_exchange(void* self, const void* input, void* output, int64_t count, in
   const int code = guarded("a communicator", [&] {
     return ((**static_cast<Shared*>(self)).*function)(input, output, count, static_cast<DType>(dtype), stream);
   });
+  if (code != 0) std::snprintf(error, error_bytes, "%s", leanfleet_last_error());
+  return code;
+}
+
+int lent_merge(void* self, void* output, float* lse, int64_t rows, int64_t width, int32_t dtype, void* stream, int32_t* done,
+               char* error, size_t error_bytes) {
+  bool merged = false;
+  const int code = guarded("a communicator", [&] {
+    return (**static_cast<Shared*>(self)).merge({output, lse, rows, width, static_cast<DType>(dtype)}, stream, &merged);
+  });
+  *done = merged ? 1 : 0;
   if (code != 0) std::snprintf(error, error_bytes, "%s", leanfleet_last_error());
   return code;
 }
@@ -90,6 +109,15 @@ int leanfleet_communicator_check(const char* name, int32_t engine, int32_t* rank
   });
 }
 
+int leanfleet_communicator_direct(const char* name, int32_t engine, int64_t* exchanges) {
+  return guarded("a communicator", [&]() -> Status {
+    Shared found;
+    LEANFLEET_RETURN_IF_ERROR(find(name, engine, &found));
+    *exchanges = found->direct();
+    return {};
+  });
+}
+
 int leanfleet_communicator_abort(const char* name, int32_t engine, const char* reason) {
   return guarded("a communicator", [&]() -> Status {
     Shared found;
@@ -118,6 +146,7 @@ int leanfleet_communicator_lend(const char* name, int32_t engine, leanfleet_lent
     lent->engine = static_cast<int32_t>(found->engine);
     lent->sum = lent_exchange<&Communicator::sum>;
     lent->gather = lent_exchange<&Communicator::gather>;
+    lent->merge = lent_merge;
     lent->release = [](void* self) { delete static_cast<Shared*>(self); };
     lent->self = new Shared(std::move(found));
     return {};

@@ -75,6 +75,8 @@ LEANFLEET_EXPORT int leanfleet_communicator_create(const leanfleet_communicator*
 LEANFLEET_EXPORT int leanfleet_communicator_destroy(const char* name);
 /* 0, or what is known of its failure, without waiting. Where rank and world are not NULL they are set. */
 LEANFLEET_EXPORT int leanfleet_communicator_check(const char* name, int32_t engine, int32_t* rank, int32_t* world);
+/* How many of its exchanges went through the memory of the other GPUs, without NCCL. */
+LEANFLEET_EXPORT int leanfleet_communicator_direct(const char* name, int32_t engine, int64_t* exchanges);
 /* Makes its calls, those that wait on a stream too, fail with the reason. */
 LEANFLEET_EXPORT int leanfleet_communicator_abort(const char* name, int32_t engine, const char* reason);
 /* A fresh id, 128 bytes. */
@@ -88,6 +90,9 @@ typedef struct {
              size_t error_bytes);
   int (*gather)(void* self, const void* input, void* output, int64_t count, int32_t dtype, void* stream, char* error,
                 size_t error_bytes);
+  /* Merges in place; *done 0: it does not, who calls gathers. */
+  int (*merge)(void* self, void* output, float* lse, int64_t rows, int64_t width, int32_t dtype, void* stream, int32_t* done,
+               char* error, size_t error_bytes);
   void (*release)(void* self);
 } leanfleet_lent;
 

@@ -14,20 +14,6 @@ namespace collectives {
 
 namespace {
 
-Status with_node(const Call& call, const Status& status) {
-  return status.ok() ? status : Status{status.code, call.invalid(status.message).message};
-}
-
-Status communicator_of(const Call& call, const std::string& name, Engine engine, std::shared_ptr<Communicator>* found) {
-  *found = find_communicator(name, engine);
-  if (*found != nullptr) return {};
-  const bool cuda = engine == Engine::kNccl;
-  return call.invalid("there is no communicator '" + name + "' for tensors of " + (cuda ? "CUDA" : "the CPU") +
-                      "; create it before the first call: leanfleet.communicators.create(\"" + name +
-                      "\", rank, world, id=..., engine=\"" + (cuda ? "nccl" : "shared_memory") +
-                      "\"), in a process of one rank create(\"" + name + "\")");
-}
-
 // Runs `exchange` of the communicator that the node names, or `copy` in a world of one.
 template <class Copy, class Exchange>
 Status run(const Call& call, const std::string& name, Engine engine, Copy&& copy, Exchange&& exchange) {
@@ -55,10 +41,7 @@ template <class Copy>
 Status gather(const Call& call, Engine engine, void* stream, Copy&& copy) {
   const std::string& name = call.attrs[all_gather::kAttrCommunicator].s;
   std::shared_ptr<Communicator> found;
-  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, name, engine, &found));
-  if (found->world != call.attrs[all_gather::kAttrWorld].i)
-    return call.invalid("world is " + std::to_string(call.attrs[all_gather::kAttrWorld].i) + ", but communicator '" + name +
-                        "' has " + std::to_string(found->world) + " ranks");
+  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, name, call.attrs[all_gather::kAttrWorld].i, engine, &found));
   return run(call, name, engine, copy, [&](Communicator& communicator) {
     const Tensor& input = call.inputs[all_gather::kInput];
     return communicator.gather(input.data, call.outputs[all_gather::kOutOutput].data, input.elements(), input.dtype, stream);

@@ -93,6 +93,28 @@ std::shared_ptr<Communicator> find_communicator(const std::string& name, Engine 
   return found != all.end() && found->second->world == 1 ? found->second : nullptr;
 }
 
+Status communicator_of(const Call& call, const std::string& name, Engine engine, std::shared_ptr<Communicator>* found) {
+  *found = find_communicator(name, engine);
+  if (*found != nullptr) return {};
+  const bool cuda = engine == Engine::kNccl;
+  return call.invalid("there is no communicator '" + name + "' for tensors of " + (cuda ? "CUDA" : "the CPU") +
+                      "; create it before the first call: leanfleet.communicators.create(\"" + name +
+                      "\", rank, world, id=..., engine=\"" + (cuda ? "nccl" : "shared_memory") +
+                      "\"), in a process of one rank create(\"" + name + "\")");
+}
+
+Status communicator_of(const Call& call, const std::string& name, int64_t world, Engine engine,
+                       std::shared_ptr<Communicator>* found) {
+  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, name, engine, found));
+  if ((*found)->world == world) return {};
+  return call.invalid("world is " + std::to_string(world) + ", but communicator '" + name + "' has " +
+                      std::to_string((*found)->world) + " ranks");
+}
+
+Status with_node(const Call& call, const Status& status) {
+  return status.ok() ? status : Status{status.code, call.invalid(status.message).message};
+}
+
 Status destroy_communicator(const std::string& name) {
   std::shared_ptr<Communicator> ended[kNumEngines];  // outside of the lock: to end may take a while
   {

@@ -13,6 +13,14 @@ enum class Engine : int32_t { kSharedMemory, kNccl };
 constexpr int kNumEngines = 2;
 constexpr int kMaxRanks = 64;
 
+// A rank's attention over its share of the keys; a merge puts that over all ranks' keys in its place.
+struct PartialAttention {
+  void* output;  // T [rows,width]
+  float* lse;    // [rows]
+  int64_t rows, width;
+  DType dtype;  // T
+};
+
 // This process's end. The functions may be called from any thread; one runs at a time. All ranks must call them in one order.
 // A failure is final: later calls report it again. Messages name the rank at fault; who calls puts the node before them.
 struct Communicator {
@@ -25,6 +33,15 @@ struct Communicator {
   virtual Status sum(const void* input, void* output, int64_t count, DType dtype, void* stream) = 0;
   // The numbers of all ranks, `count` each, in the order of the ranks; output is not input.
   virtual Status gather(const void* input, void* output, int64_t count, DType dtype, void* stream) = 0;
+  // Merges attention that all ranks have of the same rows; *done says whether this communicator does such, or who calls has to
+  // gather.
+  virtual Status merge(const PartialAttention& part, void* stream, bool* done) {
+    static_cast<void>(part), static_cast<void>(stream);
+    *done = false;
+    return {};
+  }
+  // How many exchanges went through the memory of the other GPUs, without NCCL.
+  virtual int64_t direct() { return 0; }
   // A failure known so far, without waiting.
   virtual Status health() { return {}; }
   // Makes calls under way, those on a stream too, and all later ones fail with `reason`.
@@ -50,6 +67,13 @@ Status create_communicator(const CommunicatorSetup& setup);
 Status add_communicator(std::shared_ptr<Communicator> communicator);
 // Null: there is none.
 std::shared_ptr<Communicator> find_communicator(const std::string& name, Engine engine);
+// The one that a node names, or an error that names the node and says how to create it.
+Status communicator_of(const Call& call, const std::string& name, Engine engine, std::shared_ptr<Communicator>* found);
+// The same for a node that says how many ranks there are.
+Status communicator_of(const Call& call, const std::string& name, int64_t world, Engine engine,
+                       std::shared_ptr<Communicator>* found);
+// A communicator's error with the node before it.
+Status with_node(const Call& call, const Status& status);
 // Ends this rank's part in all engines' communicators of the name. Calls under way end first.
 Status destroy_communicator(const std::string& name);
 

@@ -10,7 +10,7 @@ namespace leanfleet {
 namespace {
 
 std::string error_text(const char* action, cudaError_t error) {
-  return std::string(action) + " failed: " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")";
+  return std::string(action) + " failed: " + cuda_error_text(error);
 }
 
 }  // namespace
@@ -102,6 +102,14 @@ bool record_mark(void** mark, void* stream) {
 
 bool mark_done(void* mark) { return cudaEventQuery(static_cast<cudaEvent_t>(mark)) != cudaErrorNotReady; }
 
+int wait_for_mark(void* mark, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(cuda_stream, &capture);
+  if (error != cudaSuccess || capture != cudaStreamCaptureStatusNone) return error;
+  return cudaStreamWaitEvent(cuda_stream, static_cast<cudaEvent_t>(mark), 0);
+}
+
 void free_mark(void* mark) {
   if (mark != nullptr) static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(mark)));
 }
@@ -127,6 +135,11 @@ bool keep_with_graph(void* stream, unsigned long long* known, void* what, void (
 void allow_calls_during_capture() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+std::string cuda_error_text(int error) {
+  const auto known = static_cast<cudaError_t>(error);
+  return std::string(cudaGetErrorName(known)) + " (" + cudaGetErrorString(known) + ")";
 }
 
 Status cuda_status(const Call& call, const char* action, int error) {

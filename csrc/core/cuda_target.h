@@ -24,6 +24,8 @@ Status use_device(int device);
 // An event behind what the stream has so far, made on first use. False while the stream is being captured, or on an error.
 bool record_mark(void** mark, void* stream);
 bool mark_done(void* mark);
+// Makes the stream wait for the event; nothing while the stream is being captured. Returns a cudaError_t.
+int wait_for_mark(void* mark, void* stream);
 void free_mark(void* mark);
 
 // Where the stream is being captured into a graph that is not the one of `known` (0: none), which is set: let_go(what) comes when
@@ -38,5 +40,7 @@ Status is_captured(const Call& call, void* stream, bool* captured);
 
 // ok for 0 (cudaSuccess); otherwise "LeanAttention 'node': <action> failed: cudaErrorX (its text)".
 Status cuda_status(const Call& call, const char* action, int error);
+// "cudaErrorX (its text)".
+std::string cuda_error_text(int error);
 
 }  // namespace leanfleet

@@ -1,5 +1,6 @@
-// The engine for tensors of CUDA. NCCL is loaded at run time: what of its interface is used is declared here, as NCCL 2.14 and
-// later have it. Nothing else of CUDA's is needed to compile this file.
+// The engine for tensors of CUDA: NCCL, and for exchanges of up to half a megabyte between GPUs of one host the windows of
+// peers.h. NCCL is loaded at run time: what of its interface is used is declared here, as NCCL 2.14 and later have it. Nothing
+// else of CUDA's is needed to compile this file.
 //
 // A thread of each communicator looks ten times a second whether NCCL reports an error, whether a rank of this host has ended
 // (NCCL's kernels would wait for it for ever), and whether the last launch has waited longer than the time-out. Then it aborts
@@ -21,6 +22,7 @@
 #include "core/board.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
+#include "core/peers.h"
 #endif
 
 namespace leanfleet {
@@ -32,6 +34,11 @@ using NcclComm = void*;
 
 constexpr int kSuccess = 0, kInProgress = 7;  // ncclResult_t
 constexpr int kSumOf = 0;                     // ncclRedOp_t
+#ifdef LEANFLEET_CUDA
+constexpr int64_t kBoardBytes = kPeerBoardBytes;
+#else
+constexpr int64_t kBoardBytes = 0;
+#endif
 constexpr int kOldest = 21400;                // the first whose calls need not block
 constexpr auto kLook = std::chrono::milliseconds(100);
 constexpr auto kStuckCall = std::chrono::seconds(5);  // a launch into a full queue holds the lock
@@ -141,6 +148,7 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     close();
 #ifdef LEANFLEET_CUDA
     free_mark(mark_);
+    windows_.reset();
 #endif
   }
 
@@ -157,21 +165,45 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
       return status;
     }
     board_->remove_name();
+#ifdef LEANFLEET_CUDA
+    LEANFLEET_RETURN_IF_ERROR(PeerWindows::open(setup, *board_, &windows_));
+#endif
     ending();
     watch_ = std::thread([this] { watch(); });
     return {};
   }
 
   Status sum(const void* input, void* output, int64_t count, DType dtype, void* stream) override {
-    return launch("a sum", stream, [&] {
+    const char* const what = "a sum";
+#ifdef LEANFLEET_CUDA
+    if (windows_ != nullptr && fits_peers(count * element_size(dtype)))
+      return launch_direct(what, stream, [&] { return launch_peer_sum(windows_->view(), input, output, count, dtype, stream); });
+#endif
+    return launch(what, stream, [&] {
       return nccl_.all_reduce(input, output, static_cast<size_t>(count), nccl_type(dtype), kSumOf, comm_, stream);
     });
   }
 
   Status gather(const void* input, void* output, int64_t count, DType dtype, void* stream) override {
-    return launch("a gathering", stream,
+    const char* const what = "a gathering";
+#ifdef LEANFLEET_CUDA
+    const int64_t bytes = count * element_size(dtype);
+    if (windows_ != nullptr && fits_peers(bytes))
+      return launch_direct(what, stream, [&] { return launch_peer_gather(windows_->view(), input, output, bytes, stream); });
+#endif
+    return launch(what, stream,
                   [&] { return nccl_.all_gather(input, output, static_cast<size_t>(count), nccl_type(dtype), comm_, stream); });
   }
+
+#ifdef LEANFLEET_CUDA
+  Status merge(const PartialAttention& part, void* stream, bool* done) override {
+    *done = windows_ != nullptr && fits_peers(part);
+    if (!*done) return {};
+    return launch_direct("a merge", stream, [&] { return launch_peer_merge(windows_->view(), part, stream); });
+  }
+
+  int64_t direct() override { return direct_; }
+#endif
 
   Status health() override {
     std::lock_guard<std::mutex> lock(failure_mutex_);
@@ -188,15 +220,36 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
   template <class F>
   Status launch(const char* what, void* stream, F&& call) {
     std::lock_guard<std::timed_mutex> lock(calls_);
+    LEANFLEET_RETURN_IF_ERROR(ready());
+    return launched(stream, settle(what, call()));
+  }
+
+#ifdef LEANFLEET_CUDA
+  // NCCL puts exchanges of several streams in order; kernels of our own are put in order here.
+  template <class F>
+  Status launch_direct(const char* what, void* stream, F&& call) {
+    std::lock_guard<std::timed_mutex> lock(calls_);
+    LEANFLEET_RETURN_IF_ERROR(ready());
+    int error = pending_ && stream != last_stream_ ? wait_for_mark(mark_, stream) : 0;
+    if (error == 0) error = call();
+    ++direct_;
+    return launched(stream, error == 0 ? Status{} : Status{Code::kCuda, message(what + (" failed: " + cuda_error_text(error)))});
+  }
+#endif
+
+  Status ready() {
     LEANFLEET_RETURN_IF_ERROR(health());
-    if (comm_ == nullptr) return Status::internal(message("it is closed"));
-    const Status status = settle(what, call());
+    return comm_ != nullptr ? Status{} : Status::internal(message("it is closed"));
+  }
+
+  Status launched(void* stream, const Status& status) {
     if (!status.ok()) {
       note(status);
       drop();
       return health();
     }
 #ifdef LEANFLEET_CUDA
+    last_stream_ = stream;
     if (record_mark(&mark_, stream)) {
       marked_ = Clock::now();
       pending_ = true;
@@ -300,6 +353,9 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
 
   // Ends all kernels that wait.
   void drop() {
+#ifdef LEANFLEET_CUDA
+    if (windows_ != nullptr) windows_->stop();
+#endif
     const NcclComm comm = comm_.exchange(nullptr);
     if (comm != nullptr) nccl_.abort(comm);
   }
@@ -335,6 +391,9 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
   Clock::time_point marked_;
   bool pending_ = false;
   unsigned long long graph_ = 0;  // the last that keeps this
+  std::unique_ptr<PeerWindows> windows_;
+  void* last_stream_ = nullptr;
+  std::atomic<int64_t> direct_{0};
 #endif
 };
 
@@ -350,7 +409,7 @@ Status open_nccl(const CommunicatorSetup& setup, std::shared_ptr<Communicator>* 
   if (setup.device >= 0) LEANFLEET_RETURN_IF_ERROR(use_device(setup.device));
 #endif
   std::unique_ptr<Board> board;
-  LEANFLEET_RETURN_IF_ERROR(Board::open(setup, 0, &board));
+  LEANFLEET_RETURN_IF_ERROR(Board::open(setup, kBoardBytes, &board));
   auto communicator = std::make_shared<NcclCommunicator>(setup, *nccl, std::move(board));
   LEANFLEET_RETURN_IF_ERROR(communicator->join(setup));
   *made = std::move(communicator);

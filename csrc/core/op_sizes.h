@@ -6,7 +6,7 @@ namespace leanfleet {
 
 constexpr int kMaxInputs = 15;
 constexpr int kMaxOutputs = 6;
-constexpr int kMaxAttrs = 10;
+constexpr int kMaxAttrs = 12;
 constexpr int kMaxSymbols = 13;
 constexpr int kMaxRank = 5;
 constexpr int kMaxShapes = 6;

@@ -11,7 +11,7 @@ inline constexpr DType kNarrowTypes[] = {DType::kInt8, DType::kFloat8e4m3fn, DTy
 namespace lean_attention {
 enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache, kCuQueryLens, kKeyScale, kValueScale };
 enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut, kOutKeyScaleOut, kOutValueScaleOut };
-enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved, kAttrPackedQkv, kAttrKeyPerToken, kAttrValuePerToken };
+enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved, kAttrPackedQkv, kAttrKeyPerToken, kAttrValuePerToken, kAttrWorld, kAttrCommunicator };
 enum Dim { kDimH, kDimHkv, kDimNq, kDimD, kDimB, kDimP, kDimBlock, kDimTotal, kDimS, kDimDv, kDimM, kDimPositions, kDimHalf };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
@@ -51,6 +51,8 @@ inline constexpr AttrSpec kAttrs[] = {
     {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"key_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"value_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"world", AttrType::kInt, 1, 0.0f, false, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"communicator", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, "world"},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 0}, {RefKind::kSymbol, 1}}, 0},
@@ -69,7 +71,7 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 9}, {RefKind::kInput, 14}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"H", "Hkv", "Nq", "D", "B", "P", "block", "total", "S", "Dv", "M", "positions", "half"};
-inline constexpr OpSpec kSpec = {"LeanAttention", 1, 15, 6, 10, 14, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr OpSpec kSpec = {"LeanAttention", 1, 15, 6, 12, 14, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace lean_attention
 

@@ -10,6 +10,7 @@
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
+#include "core/over_ranks.h"
 #include "lean_attention/schedule.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
@@ -148,6 +149,23 @@ void carve(Args& args, Workspace& ws) {
   args.partial_sum = ws.scratch<float>(slots);
 }
 
+// ---- Keys that are spread over ranks
+
+int64_t world_of(const Call& call) { return call.attrs[kAttrWorld].i; }
+
+PartialAttention own_part(const Call& call) {
+  const Tensor &output = call.outputs[kOutOutput], &lse = call.outputs[kOutLse];
+  return {output.data, lse.as<float>(), lse.elements(), call.dims[kDimDv], output.dtype};
+}
+
+// The communicator, or null for a world of one. Rank 0 alone has the sinks.
+Status join(const Call& call, Engine engine, Args& args, std::shared_ptr<Communicator>* found) {
+  if (world_of(call) == 1) return {};
+  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, call.attrs[kAttrCommunicator].s, world_of(call), engine, found));
+  if ((*found)->rank != 0) args.sinks = nullptr;
+  return {};
+}
+
 // A quantised cache and its scales come together.
 Status check_scale(const Call& call, int cache, int scale) {
   const char *const cache_name = call.spec->inputs[cache].name, *const scale_name = call.spec->inputs[scale].name;
@@ -162,6 +180,8 @@ Status check_scale(const Call& call, int cache, int scale) {
 }
 
 Status check(const Call& call) {
+  if (world_of(call) > kMaxRanks)
+    return call.invalid("attribute world is " + std::to_string(world_of(call)) + "; expected 1 to " + std::to_string(kMaxRanks));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kKeyCache, kKeyScale));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kValueCache, kValueScale));
   const auto refuse = [&](const char* what, int64_t count, const char* unit) {
@@ -399,7 +419,11 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     args.rotated_key = ws.scratch<char>(static_cast<int64_t>(args.batch) * args.kv_heads * args.key_width * 4);
   const int64_t stride = select_thread_scratch_bytes()(args);
   char* const scratch = ws.scratch<char>(threads.count() * stride);
+  const bool alone = world_of(call) == 1;
+  const GatheredAttention gathered = alone ? GatheredAttention{} : carve_gathered(own_part(call), world_of(call), ws);
   if (ws.counting()) return {};
+  std::shared_ptr<Communicator> communicator;
+  LEANFLEET_RETURN_IF_ERROR(join(call, Engine::kSharedMemory, args, &communicator));
 
   for (int32_t i = 0; args.packed_tokens && i < args.batch; ++i) args.pieces[i] = piece(args, i);
   if (args.append) append(args, threads, element_size(call.inputs[kQuery].dtype));
@@ -427,7 +451,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   } else {
     for_ranges(merge);
   }
-  return {};
+  return alone ? Status{} : merge_over_ranks(call, *communicator, own_part(call), gathered, target);
 }
 
 #ifdef LEANFLEET_CUDA
@@ -457,8 +481,14 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
       args.rotated_key = static_cast<char*>(args.rotated_query) + args.heads * args.query_strides.head * bytes;
     }
   }
+  const bool alone = world_of(call) == 1;
+  const GatheredAttention gathered = alone ? GatheredAttention{} : carve_gathered(own_part(call), world_of(call), ws);
   if (ws.counting()) return {};
-  return cuda_status(call, "launch of the LeanAttention kernel", launch_attention(args, target.device, target.stream));
+  std::shared_ptr<Communicator> communicator;
+  LEANFLEET_RETURN_IF_ERROR(join(call, Engine::kNccl, args, &communicator));
+  const int error = launch_attention(args, target.device, target.stream);
+  if (error != 0 || alone) return cuda_status(call, "launch of the LeanAttention kernel", error);
+  return merge_over_ranks(call, *communicator, own_part(call), gathered, target);
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

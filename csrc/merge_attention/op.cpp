@@ -1,23 +1,15 @@
-#include <algorithm>
-
-#include "core/cpu_isa.h"
-#include "core/integers.h"
+#include "core/merge_parts.h"
 #include "core/op_specs.h"
-#include "merge_attention/merge_attention.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
 #endif
 
 namespace leanfleet::merge_attention {
 
-LEANFLEET_CPU_FUNCTION(void, merge, (const Args& args, int64_t begin, int64_t end))
-
 namespace {
 
-constexpr int64_t kPiece = 16384;  // numbers read: fewer are sooner done than shared out
-
-Args make_args(const Call& call) {
-  Args args = {};
+merge_parts::Args make_args(const Call& call) {
+  merge_parts::Args args = {};
   args.partial_output = call.inputs[kPartialOutput].data;
   args.partial_lse = call.inputs[kPartialLse].as<const float>();
   args.output = call.outputs[kOutOutput].data;
@@ -30,19 +22,14 @@ Args make_args(const Call& call) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  if (ws.counting()) return {};
-  const Args args = make_args(call);
-  const auto kernel = select_merge();
-  const int64_t rows_of_piece = std::max<int64_t>(1, kPiece / (args.parts * args.width));
-  parallel_for(*target.threads, ceil_div(args.rows, rows_of_piece),
-               [&](int64_t piece) { kernel(args, piece * rows_of_piece, std::min(args.rows, (piece + 1) * rows_of_piece)); });
+  if (!ws.counting()) merge_parts::run(make_args(call), *target.threads);
   return {};
 }
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (ws.counting()) return {};
-  return cuda_status(call, "launch of the MergeAttention kernel", launch(make_args(call), target.stream));
+  return cuda_status(call, "launch of the MergeAttention kernel", merge_parts::launch(make_args(call), target.stream));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

@@ -98,11 +98,13 @@ def build(folder, operators, others=(), instances=()):
     (folder / "core").mkdir(parents=True)
     (folder / "ops.toml").write_text("\n".join(_entry(name) for name in operators))
     subprocess.run([sys.executable, CSRC / "generate.py", folder / "ops.toml", folder / "core" / "op_specs.h"], check=True)
-    kernels = [CSRC / "core" / "sum_parts.cpp"]  # files that alone know of an instruction set
+    # Files that alone know of an instruction set.
+    kernels = [CSRC / "core" / "sum_parts.cpp", CSRC / "core" / "merge_parts.cpp"]
     sources = [p for p in sorted((CSRC / "core").glob("*.cpp")) if p not in kernels]
     sources += sorted((CSRC / "capi").glob("*.cpp"))
+    sources += [CSRC / "core" / "merge_parts.cu", CSRC / "core" / "peers.cu"]
     for home in dict.fromkeys(spec.all_specs()[name].folder for name in operators):
-        kernels.append(CSRC / home / "cpu_kernel.cpp")
+        kernels += [kernel for kernel in [CSRC / home / "cpu_kernel.cpp"] if kernel.exists()]
         sources += [CSRC / home / "op.cpp", *sorted((CSRC / home).glob("*.cu"))]
         sources += DEVICE.glob(f"{home}.cu")  # in place of kernels that are not simulated
     for kernel in kernels:

@@ -3,16 +3,23 @@
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <fcntl.h>
 #include <setjmp.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -70,6 +77,8 @@ Block* block = nullptr;  // the CTA that runs: one at a time
 std::mutex launches;
 cudaError_t last_error = cudaSuccess;
 uint64_t products = 0, group_products = 0;
+std::map<void*, std::pair<std::string, size_t>> allocations;  // by address: name and bytes
+std::map<void*, size_t> opened;                               // those of other processes
 
 std::mt19937& order() {
   static std::mt19937 generator([] {
@@ -320,6 +329,69 @@ cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete reinterpret_cast<char*>(event);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+// Memory in files that other processes of the host can open.
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  char name[sizeof(cudaIpcMemHandle_t)];
+  static std::atomic<int> count{0};
+  std::snprintf(name, sizeof name, "/leanfleet-simulated-%d-%d", static_cast<int>(getpid()), count++);
+  const int file = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
+  const bool sized = file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0;
+  *memory = sized ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+  if (file >= 0) close(file);
+  if (*memory == MAP_FAILED) return cudaErrorMemoryAllocation;
+  simulated::allocations[*memory] = {name, bytes};
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  const auto found = simulated::allocations.find(memory);
+  if (found == simulated::allocations.end()) return cudaErrorInvalidValue;
+  munmap(memory, found->second.second);
+  shm_unlink(found->second.first.c_str());
+  simulated::allocations.erase(found);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  const auto found = simulated::allocations.find(memory);
+  if (found == simulated::allocations.end()) return cudaErrorInvalidValue;
+  std::strcpy(handle->reserved, found->second.first.c_str());
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
+  const int file = shm_open(handle.reserved, O_RDWR, 0600);
+  struct stat known;
+  if (file < 0 || fstat(file, &known) != 0) return cudaErrorInvalidResourceHandle;
+  *memory = mmap(nullptr, static_cast<size_t>(known.st_size), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (*memory == MAP_FAILED) return cudaErrorMapBufferObjectFailed;
+  simulated::opened[*memory] = static_cast<size_t>(known.st_size);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void* memory) {
+  const auto found = simulated::opened.find(memory);
+  if (found == simulated::opened.end()) return cudaErrorInvalidValue;
+  munmap(memory, found->second);
+  simulated::opened.erase(found);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = std::calloc(1, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** seen, void* memory, unsigned) {
+  *seen = memory;
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memmove(to, from, bytes);
   return cudaSuccess;
 }
 CUresult simulated_encode_tiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "merge_attention/merge_attention.h"
+#include "core/merge_parts.h"
 #include "core/op.h"
 
-namespace leanfleet::merge_attention {
+namespace leanfleet::merge_parts {
 
 namespace {
 
@@ -59,4 +59,4 @@ int launch(const Args& args, void* stream) {
   return launch_type<__nv_bfloat16>(args, cuda_stream);
 }
 
-}  // namespace leanfleet::merge_attention
+}  // namespace leanfleet::merge_parts

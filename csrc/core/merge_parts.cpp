@@ -1,7 +1,7 @@
-#include "merge_attention/merge_attention.h"
+#include "core/merge_parts.h"
 #include "core/simd.h"
 
-namespace leanfleet::merge_attention::LEANFLEET_ISA {
+namespace leanfleet::merge_parts::LEANFLEET_ISA {
 
 namespace {
 
@@ -59,4 +59,4 @@ void merge(const Args& args, int64_t begin, int64_t end) {
   if (args.dtype == 2) rows_of<BFloat16>(args, begin, end);
 }
 
-}  // namespace leanfleet::merge_attention::LEANFLEET_ISA
+}  // namespace leanfleet::merge_parts::LEANFLEET_ISA

@@ -1,0 +1,278 @@
+// One kernel an exchange: a thread writes its lines into all ranks' windows, then waits for the others' lines of the same
+// numbers. No CTA waits for another one of its own GPU, and CTA i only for the CTAs i of the others, which come first in their
+// grids as it does: so that a grid may be larger than the GPU.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "core/integers.h"
+#include "core/peer_lines.cuh"
+
+namespace leanfleet {
+
+namespace {
+
+constexpr int kThreads = 128, kMostBlocks = 512, kLineBytes = 8;
+constexpr uint32_t kLooks = 4096;           // between looks at whether the communicator has failed, which cross PCIe
+constexpr uint32_t kSwept = uint32_t{1} << 20;  // exchanges after which slots are cleared: numbers of long ago come again
+
+struct Data {
+  uint32_t low, high;
+};
+
+__device__ Data load_data(const char* from, int64_t bytes) {
+  Data data = {};
+  if (bytes >= kLineBytes && reinterpret_cast<uintptr_t>(from) % kLineBytes == 0) {
+    const uint2 both = *reinterpret_cast<const uint2*>(from);
+    return {both.x, both.y};
+  }
+  auto* const halves = reinterpret_cast<uint16_t*>(&data);  // the smallest numbers have two bytes
+  for (int i = 0; i < kLineBytes / 2; ++i)
+    if (2 * i < bytes) halves[i] = reinterpret_cast<const uint16_t*>(from)[i];
+  return data;
+}
+
+__device__ void store_data(char* to, Data data, int64_t bytes) {
+  if (bytes >= kLineBytes && reinterpret_cast<uintptr_t>(to) % kLineBytes == 0) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(data.low, data.high);
+    return;
+  }
+  const auto* const halves = reinterpret_cast<const uint16_t*>(&data);
+  for (int i = 0; i < kLineBytes / 2; ++i)
+    if (2 * i < bytes) reinterpret_cast<uint16_t*>(to)[i] = halves[i];
+}
+
+__device__ uint32_t number_of(const PeerView& view) { return *static_cast<const volatile uint32_t*>(&view.state->number); }
+
+// Where rank `from` writes its lines of exchange `number` in a window.
+__device__ PeerLine* slot(const PeerView& view, PeerLine* window, uint32_t number, int from) {
+  return window + ((number & 1) * view.world + from) * kPeerLines;
+}
+
+// To all windows; to this rank's own one only with kOwn.
+template <int kWorld, bool kOwn = false>
+__device__ void send(const PeerView& view, uint32_t number, int64_t line, Data data) {
+#pragma unroll
+  for (int to = 0; to < kWorld; ++to)
+    if (to < view.world && (kOwn || to != view.rank))
+      write_line(slot(view, view.windows[to], number, view.rank) + line, data.low, data.high, number);
+}
+
+// A line of all ranks, this rank's own being there already unless kOwn. False: the communicator has failed.
+template <int kWorld, bool kOwn = false>
+__device__ bool receive(const PeerView& view, PeerLine* window, uint32_t number, int64_t line, Data (&all)[kWorld]) {
+  PeerLine got[kWorld];
+  const auto comes = [&](int from) { return from < view.world && (kOwn || from != view.rank); };
+  const auto look = [&](int from) { return read_line(slot(view, window, number, from) + line); };
+#pragma unroll
+  for (int from = 0; from < kWorld; ++from)
+    if (comes(from)) got[from] = look(from);
+#pragma unroll
+  for (int from = 0; from < kWorld; ++from) {
+    if (!comes(from)) continue;
+    for (uint32_t turn = 1; got[from].low_number != number || got[from].high_number != number; ++turn) {
+      if (turn % kLooks == 0 && *static_cast<const volatile uint32_t*>(view.stop) != 0) return false;
+      wait_a_little();
+      got[from] = look(from);
+    }
+    all[from] = {got[from].low, got[from].high};
+  }
+  return true;
+}
+
+// The last CTA to come here makes the next exchange's number, and now and then clears the slots of this one: nobody writes them
+// before this rank has sent the next one's lines.
+__device__ void finish(const PeerView& view, PeerLine* window, uint32_t number) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&view.state->arrived, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  if ((number & (kSwept - 2)) == 2)  // 2 and 3 of so many
+    for (int64_t i = threadIdx.x; i < view.world * kPeerLines; i += blockDim.x) slot(view, window, number, 0)[i] = {};
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    view.state->arrived = 0;
+    view.state->number = number == 0xffffffffu ? 2 : number + 1;
+  }
+}
+
+template <class T>
+__device__ void add(float (&total)[kLineBytes / sizeof(T)], Data data) {
+  const T* const numbers = reinterpret_cast<const T*>(&data);
+#pragma unroll
+  for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) total[i] += static_cast<float>(numbers[i]);
+}
+
+template <class T>
+__device__ Data rounded(const float (&total)[kLineBytes / sizeof(T)]) {
+  Data data;
+  T* const numbers = reinterpret_cast<T*>(&data);
+#pragma unroll
+  for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) numbers[i] = static_cast<T>(total[i]);
+  return data;
+}
+
+// Summed in float32 and in the order of the ranks: the same bits on all. output may be input.
+template <class T, int kWorld>
+__global__ void __launch_bounds__(kThreads)
+    PeerSumKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
+  const uint32_t number = number_of(view);
+  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t at = begin; at * kLineBytes < bytes; at += stride)
+    send<kWorld>(view, number, at, load_data(input + at * kLineBytes, bytes - at * kLineBytes));
+  for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
+    const int64_t left = bytes - at * kLineBytes;
+    Data all[kWorld];
+    const Data own = load_data(input + at * kLineBytes, left);
+    if (!receive<kWorld>(view, window, number, at, all)) break;
+    float total[kLineBytes / sizeof(T)] = {};
+#pragma unroll
+    for (int from = 0; from < kWorld; ++from)
+      if (from < view.world) add<T>(total, from == view.rank ? own : all[from]);
+    store_data(output + at * kLineBytes, rounded<T>(total), left);
+  }
+  finish(view, window, number);
+}
+
+template <int kWorld>
+__global__ void __launch_bounds__(kThreads)
+    PeerGatherKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
+  const uint32_t number = number_of(view);
+  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
+    const Data own = load_data(input + at * kLineBytes, bytes - at * kLineBytes);
+    send<kWorld>(view, number, at, own);
+    store_data(output + view.rank * bytes + at * kLineBytes, own, bytes - at * kLineBytes);
+  }
+  for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
+    Data all[kWorld];
+    if (!receive<kWorld>(view, window, number, at, all)) break;
+#pragma unroll
+    for (int from = 0; from < kWorld; ++from)
+      if (from < view.world && from != view.rank)
+        store_data(output + from * bytes + at * kLineBytes, all[from], bytes - at * kLineBytes);
+  }
+  finish(view, window, number);
+}
+
+// A thread has one line of a row. The row's LSEs are lines of their own, behind all others; also this rank's comes through its
+// window, since the thread that has a row's first line overwrites it.
+template <class T, int kWorld>
+__global__ void __launch_bounds__(kThreads) PeerMergeKernel(const PeerView view, PeerLine* window, char* output, float* lse,
+                                                            int64_t rows, int64_t row_bytes, int64_t row_lines) {
+  constexpr float kNothing = -INFINITY;
+  const uint32_t number = number_of(view);
+  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
+  const int64_t lines = rows * row_lines;
+  for (int64_t at = begin; at < lines; at += stride) {
+    const int64_t row = at / row_lines, place = at % row_lines * kLineBytes;
+    if (place == 0) send<kWorld, true>(view, number, lines + row, {__float_as_uint(lse[row]), 0});
+    send<kWorld>(view, number, at, load_data(output + row * row_bytes + place, row_bytes - place));
+  }
+  for (int64_t at = begin; at < lines; at += stride) {
+    const int64_t row = at / row_lines, place = at % row_lines * kLineBytes, left = row_bytes - place;
+    Data all[kWorld], lses[kWorld];
+    const Data own = load_data(output + row * row_bytes + place, left);
+    if (!receive<kWorld, true>(view, window, number, lines + row, lses) || !receive<kWorld>(view, window, number, at, all))
+      break;
+    float largest = kNothing, sum = 0.0f;
+    bool some = false;
+#pragma unroll
+    for (int from = 0; from < kWorld; ++from)
+      if (from < view.world) largest = fmaxf(largest, __uint_as_float(lses[from].low));
+#pragma unroll
+    for (int from = 0; from < kWorld; ++from) {
+      if (from >= view.world || __uint_as_float(lses[from].low) == kNothing) continue;
+      some = true;
+      sum += expf(__uint_as_float(lses[from].low) - largest);
+    }
+    float total[kLineBytes / sizeof(T)] = {};
+#pragma unroll
+    for (int from = 0; from < kWorld; ++from) {
+      if (from >= view.world || __uint_as_float(lses[from].low) == kNothing) continue;  // its output may hold anything
+      const float share = expf(__uint_as_float(lses[from].low) - largest) / sum;
+      float part[kLineBytes / sizeof(T)] = {};
+      add<T>(part, from == view.rank ? own : all[from]);
+#pragma unroll
+      for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) total[i] += part[i] * share;
+    }
+    store_data(output + row * row_bytes + place, rounded<T>(total), left);
+    if (place == 0) lse[row] = some ? largest + logf(sum) : kNothing;
+  }
+  finish(view, window, number);
+}
+
+unsigned blocks_of(int64_t lines) {
+  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(lines, int64_t{kThreads}), 1, kMostBlocks));
+}
+
+int64_t lines_of(int64_t bytes) { return ceil_div(bytes, int64_t{kLineBytes}); }
+
+}  // namespace
+
+bool fits_peers(int64_t bytes) { return lines_of(bytes) <= kPeerLines; }
+
+bool fits_peers(const PartialAttention& part) {
+  return part.rows * (lines_of(part.width * element_size(part.dtype)) + 1) <= kPeerLines;
+}
+
+namespace {
+
+template <class T, int kWorld>
+int sum(const PeerView& view, const char* input, char* output, int64_t bytes, cudaStream_t stream) {
+  PeerSumKernel<T, kWorld>
+      <<<blocks_of(lines_of(bytes)), kThreads, 0, stream>>>(view, view.windows[view.rank], input, output, bytes);
+  return cudaGetLastError();
+}
+
+template <int kWorld>
+int gather(const PeerView& view, const char* input, char* output, int64_t bytes, cudaStream_t stream) {
+  PeerGatherKernel<kWorld>
+      <<<blocks_of(lines_of(bytes)), kThreads, 0, stream>>>(view, view.windows[view.rank], input, output, bytes);
+  return cudaGetLastError();
+}
+
+template <class T, int kWorld>
+int merge(const PeerView& view, const PartialAttention& part, cudaStream_t stream) {
+  const int64_t row_bytes = part.width * int64_t{sizeof(T)}, row_lines = lines_of(row_bytes);
+  PeerMergeKernel<T, kWorld><<<blocks_of(part.rows * row_lines), kThreads, 0, stream>>>(
+      view, view.windows[view.rank], static_cast<char*>(part.output), part.lse, part.rows, row_bytes, row_lines);
+  return cudaGetLastError();
+}
+
+template <class T>
+int sum_of_type(const PeerView& view, const void* input, void* output, int64_t count, void* stream) {
+  const auto run = view.world <= 2 ? sum<T, 2> : view.world <= 4 ? sum<T, 4> : sum<T, kMaxPeers>;
+  return run(view, static_cast<const char*>(input), static_cast<char*>(output), count * int64_t{sizeof(T)},
+             static_cast<cudaStream_t>(stream));
+}
+
+template <class T>
+int merge_of_type(const PeerView& view, const PartialAttention& part, void* stream) {
+  const auto run = view.world <= 2 ? merge<T, 2> : view.world <= 4 ? merge<T, 4> : merge<T, kMaxPeers>;
+  return run(view, part, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+int launch_peer_sum(const PeerView& view, const void* input, void* output, int64_t count, DType dtype, void* stream) {
+  if (dtype == DType::kFloat32) return sum_of_type<float>(view, input, output, count, stream);
+  if (dtype == DType::kFloat16) return sum_of_type<__half>(view, input, output, count, stream);
+  return sum_of_type<__nv_bfloat16>(view, input, output, count, stream);
+}
+
+int launch_peer_gather(const PeerView& view, const void* input, void* output, int64_t bytes, void* stream) {
+  const auto run = view.world <= 2 ? gather<2> : view.world <= 4 ? gather<4> : gather<kMaxPeers>;
+  return run(view, static_cast<const char*>(input), static_cast<char*>(output), bytes, static_cast<cudaStream_t>(stream));
+}
+
+int launch_peer_merge(const PeerView& view, const PartialAttention& part, void* stream) {
+  if (part.dtype == DType::kFloat32) return merge_of_type<float>(view, part, stream);
+  if (part.dtype == DType::kFloat16) return merge_of_type<__half>(view, part, stream);
+  return merge_of_type<__nv_bfloat16>(view, part, stream);
+}
+
+}  // namespace leanfleet
