@@ -1,5 +1,6 @@
 import gc
 import os
+import subprocess
 
 # Tracing a small model once takes a quarter longer with torch's cache of what operators give than without.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
@@ -18,6 +19,7 @@ from support.cpu_time import (  # noqa: F401
     slow_if,
 )
 from support.kernels import instruction_sets, library_held_to
+from support.paths import ROOT
 
 # What is imported and collected stays: the collector would walk over it again and again.
 gc.disable()
@@ -78,3 +80,12 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(count)
+
+
+@pytest.fixture(scope="session")
+def fake_nccl(tmp_path_factory):
+    """The path of a library that stands for NCCL: tests/cpp/fake_nccl.cpp."""
+    library = tmp_path_factory.mktemp("nccl") / "libfake_nccl.so"
+    source = ROOT / "tests" / "cpp" / "fake_nccl.cpp"
+    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", source, "-o", library], check=True)
+    return str(library)

@@ -41,8 +41,7 @@ struct Borrowed : Communicator {
   Status merge(const PartialAttention& part, void* stream, bool* done) override {
     char error[1024] = {};
     int32_t merged = 0;
-    const int code = lent.merge(lent.self, part.output, part.lse, part.rows, part.width, static_cast<int32_t>(part.dtype),
-                                stream, &merged, error, sizeof error);
+    const int code = lent.merge(lent.self, &part, stream, &merged, error, sizeof error);
     *done = merged != 0;
     return {static_cast<Code>(code), error};
   }
@@ -63,11 +62,10 @@ int lent_exchange(void* self, const void* input, void* output, int64_t count, in
   return code;
 }
 
-int lent_merge(void* self, void* output, float* lse, int64_t rows, int64_t width, int32_t dtype, void* stream, int32_t* done,
-               char* error, size_t error_bytes) {
+int lent_merge(void* self, const void* part, void* stream, int32_t* done, char* error, size_t error_bytes) {
   bool merged = false;
   const int code = guarded("a communicator", [&] {
-    return (**static_cast<Shared*>(self)).merge({output, lse, rows, width, static_cast<DType>(dtype)}, stream, &merged);
+    return (**static_cast<Shared*>(self)).merge(*static_cast<const PartialAttention*>(part), stream, &merged);
   });
   *done = merged ? 1 : 0;
   if (code != 0) std::snprintf(error, error_bytes, "%s", leanfleet_last_error());

@@ -90,9 +90,9 @@ typedef struct {
              size_t error_bytes);
   int (*gather)(void* self, const void* input, void* output, int64_t count, int32_t dtype, void* stream, char* error,
                 size_t error_bytes);
-  /* Merges in place; *done 0: it does not, who calls gathers. */
-  int (*merge)(void* self, void* output, float* lse, int64_t rows, int64_t width, int32_t dtype, void* stream, int32_t* done,
-               char* error, size_t error_bytes);
+  /* Merges in place; *done 0: it does not, who calls gathers. part: a PartialAttention of core/communicator.h, of the same
+     release. */
+  int (*merge)(void* self, const void* part, void* stream, int32_t* done, char* error, size_t error_bytes);
   void (*release)(void* self);
 } leanfleet_lent;
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "core/op.h"
+#include "core/merge_parts.h"
 
 namespace leanfleet {
 
@@ -13,12 +13,13 @@ enum class Engine : int32_t { kSharedMemory, kNccl };
 constexpr int kNumEngines = 2;
 constexpr int kMaxRanks = 64;
 
-// A rank's attention over its share of the keys; a merge puts that over all ranks' keys in its place.
+// A rank's attention over its share of the keys, without sinks; a merge puts that over all ranks' keys in its place, with them.
 struct PartialAttention {
   void* output;  // T [rows,width]
   float* lse;    // [rows]
   int64_t rows, width;
   DType dtype;  // T
+  merge_parts::Sinks sinks;
 };
 
 // This process's end. The functions may be called from any thread; one runs at a time. All ranks must call them in one order.

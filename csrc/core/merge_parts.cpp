@@ -35,6 +35,11 @@ void rows_of(const Args& args, int64_t begin, int64_t end) {
       some = true;
       sum += __builtin_expf(lse - largest);
     }
+    if (some && args.sinks.logits != nullptr) {
+      const float sink = args.sinks.logits[row / args.sinks.inner % args.sinks.heads], before = largest;
+      largest = __builtin_fmaxf(largest, sink);
+      sum = sum * __builtin_expf(before - largest) + __builtin_expf(sink - largest);
+    }
     args.lse[row] = some ? largest + __builtin_logf(sum) : kNothing;
     T* const out = static_cast<T*>(args.output) + row * args.width;
     for (int64_t i = 0; i < args.width; i += kLanes) {

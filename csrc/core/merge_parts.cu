@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "core/merge_parts.h"
-#include "core/op.h"
+#include "core/sinks.cuh"
 
 namespace leanfleet::merge_parts {
 
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(32 * kWarps) MergeKernel(Args args) {
       some = true;
       sum += expf(lse - largest);
     }
+    if (some) add_sink(args.sinks, row, largest, sum);
     if (lane == 0) args.lse[row] = some ? largest + logf(sum) : kNothing;
     for (int64_t i = lane; i < args.width; i += 32) {
       float total = 0.0f;

@@ -10,6 +10,12 @@
 
 namespace leanfleet::merge_parts {
 
+// Logits that join the softmax's sum of rows with any keys and have no value: sinks[row / inner % heads], or null.
+struct Sinks {
+  const float* logits = nullptr;
+  int64_t heads = 1, inner = 1;
+};
+
 struct Args {
   const void* partial_output;  // T [parts,rows,width]
   const float* partial_lse;    // [parts,rows]
@@ -17,6 +23,7 @@ struct Args {
   float* lse;                  // [rows]
   int32_t dtype;               // DType of T
   int64_t parts, rows, width;
+  Sinks sinks;
 };
 
 // Rows begin .. end, on the CPU.

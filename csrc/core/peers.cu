@@ -9,6 +9,7 @@
 
 #include "core/integers.h"
 #include "core/peer_lines.cuh"
+#include "core/sinks.cuh"
 
 namespace leanfleet {
 
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(kThreads)
 // window, since the thread that has a row's first line overwrites it.
 template <class T, int kWorld>
 __global__ void __launch_bounds__(kThreads) PeerMergeKernel(const PeerView view, PeerLine* window, char* output, float* lse,
-                                                            int64_t rows, int64_t row_bytes, int64_t row_lines) {
+                                                            int64_t rows, int64_t row_bytes, int64_t row_lines,
+                                                            const merge_parts::Sinks sinks) {
   constexpr float kNothing = -INFINITY;
   const uint32_t number = number_of(view);
   const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
@@ -189,6 +191,7 @@ __global__ void __launch_bounds__(kThreads) PeerMergeKernel(const PeerView view,
       some = true;
       sum += expf(__uint_as_float(lses[from].low) - largest);
     }
+    if (some) merge_parts::add_sink(sinks, row, largest, sum);
     float total[kLineBytes / sizeof(T)] = {};
 #pragma unroll
     for (int from = 0; from < kWorld; ++from) {
@@ -239,7 +242,8 @@ template <class T, int kWorld>
 int merge(const PeerView& view, const PartialAttention& part, cudaStream_t stream) {
   const int64_t row_bytes = part.width * int64_t{sizeof(T)}, row_lines = lines_of(row_bytes);
   PeerMergeKernel<T, kWorld><<<blocks_of(part.rows * row_lines), kThreads, 0, stream>>>(
-      view, view.windows[view.rank], static_cast<char*>(part.output), part.lse, part.rows, row_bytes, row_lines);
+      view, view.windows[view.rank], static_cast<char*>(part.output), part.lse, part.rows, row_bytes, row_lines,
+      part.sinks);
   return cudaGetLastError();
 }
 

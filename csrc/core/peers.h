@@ -15,7 +15,11 @@
 namespace leanfleet {
 
 constexpr int kMaxPeers = 8;
+#ifdef LEANFLEET_PEER_LINES
+constexpr int64_t kPeerLines = LEANFLEET_PEER_LINES;
+#else
 constexpr int64_t kPeerLines = int64_t{1} << 16;  // of a slot
+#endif
 
 struct alignas(16) PeerLine {
   uint32_t low, low_number, high, high_number;

@@ -155,14 +155,16 @@ int64_t world_of(const Call& call) { return call.attrs[kAttrWorld].i; }
 
 PartialAttention own_part(const Call& call) {
   const Tensor &output = call.outputs[kOutOutput], &lse = call.outputs[kOutLse];
-  return {output.data, lse.as<float>(), lse.elements(), call.dims[kDimDv], output.dtype};
+  const int64_t inner = call.bnhd() ? 1 : call.dims[kDimNq];
+  return {output.data,  lse.as<float>(), lse.elements(), call.dims[kDimDv],
+          output.dtype, {call.inputs[kSinks].as<const float>(), call.dims[kDimH], inner}};
 }
 
-// The communicator, or null for a world of one. Rank 0 alone has the sinks.
+// The communicator, or null for a world of one. Sinks join when the ranks' parts are merged.
 Status join(const Call& call, Engine engine, Args& args, std::shared_ptr<Communicator>* found) {
   if (world_of(call) == 1) return {};
   LEANFLEET_RETURN_IF_ERROR(communicator_of(call, call.attrs[kAttrCommunicator].s, world_of(call), engine, found));
-  if ((*found)->rank != 0) args.sinks = nullptr;
+  args.sinks = nullptr;
   return {};
 }
 

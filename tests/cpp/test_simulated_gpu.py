@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import reference
-from support import attention_cases, conv_cases, delta_cases, linear_cases, merging_cases, quantised_cases
+from support import attention_cases, conv_cases, delta_cases, linear_cases, merging_cases, quantised_cases, ranks
 from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
@@ -67,6 +68,23 @@ def test_merge_attention(merging, dtype):
     for seed, sizes in enumerate(merging_cases.SIZES):
         inputs = merging_cases.parts_of(sizes, dtype, seed)
         merging_cases.assert_merged(run_simulated(merging, "MergeAttention", inputs, {}), inputs)
+
+
+@pytest.fixture(scope="module")
+def exchanging(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["AllReduce", "AllGather"])
+
+
+@pytest.mark.parametrize("world", (2, 3, 8))
+def test_exchanges_through_windows(exchanging, fake_nccl, tmp_path, monkeypatch, world):
+    """Processes with a simulated GPU each. What stands for NCCL exchanges nothing, so that all of it goes through windows."""
+    monkeypatch.setenv("FAKE_NCCL_FOLDER", str(tmp_path))
+    seed = 20 + world
+    found = ranks.run_ranks(ranks.by_windows, world, world, os.urandom(128), fake_nccl, str(exchanging), seed)
+    assert all(isinstance(f, tuple) for f in found), found
+    assert all(f[0] == 0 and f[1] <= 1 for f in found), [f[:2] for f in found]
+    assert all(f[2] == found[0][2] for f in found), "the ranks' sums are not the same"
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("leanfleet-")]
 
 
 @pytest.fixture(scope="module")
@@ -421,10 +439,23 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def lean_attention(tmp_path_factory):
+def lean_attention_library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["LeanAttention"])
+
+
+@pytest.fixture(scope="module")
+def lean_attention(lean_attention_library):
     """On a GPU of 3 multiprocessors, which have several units each, whole ones and parts of some."""
-    folder = build(tmp_path_factory.mktemp("simulated"), ["LeanAttention"])
-    return partial(run_simulated, folder, "LeanAttention", sms=3), partial(products, folder)
+    return partial(run_simulated, lean_attention_library, "LeanAttention", sms=3), partial(products, lean_attention_library)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (2, 3))
+def test_attention_over_keys_of_all_ranks(lean_attention_library, fake_nccl, tmp_path, monkeypatch, world):
+    monkeypatch.setenv("FAKE_NCCL_FOLDER", str(tmp_path))
+    given = fake_nccl, str(lean_attention_library), "cuda", 30 + world
+    for found in ranks.run_ranks(ranks.attention_over_ranks, world, world, os.urandom(128), *given):
+        assert isinstance(found, tuple) and found[0] <= 1 and found[1] == found[2] == 12, found
 
 
 @pytest.mark.slow

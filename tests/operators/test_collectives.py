@@ -50,6 +50,14 @@ def test_sums_and_gatherings(world):
     assert not any(map(shared_file_is_there, ids))
 
 
+@pytest.mark.parametrize("world", (2, 3))
+def test_attention_over_the_keys_of_all_ranks(world):
+    """LeanAttention with `world`: dense shares of unequal lengths and none, sinks, both layouts."""
+    given = communicators.unique_id(), None, None, "cpu", 40 + world
+    for found in ranks.run_ranks(ranks.attention_over_ranks, world, world, *given):
+        assert isinstance(found, tuple) and found[0] <= 1 and found[1] == 30, found
+
+
 @pytest.mark.slow
 def test_in_pytorch_and_onnx_runtime():
     with socket.socket() as free:

@@ -2,14 +2,12 @@
 
 import os
 import re
-import subprocess
 
 import pytest
 import torch
 
 from leanfleet import communicators, native
 from support import ranks
-from support.paths import ROOT
 
 GPUS = torch.cuda.device_count()
 TWO = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; there are {GPUS}")
@@ -39,14 +37,6 @@ def test_without_nccl(tmp_path):
         communicators.unique_id("nccl", str(native.library_path("leanfleet")))
     with pytest.raises(ValueError, match="communicator 'world': its id has 16 bytes; expected the 128 of one made for NCCL"):
         communicators.create("world", 0, 2, id=communicators.unique_id(), engine="nccl")
-
-
-@pytest.fixture(scope="module")
-def fake_nccl(tmp_path_factory):
-    library = tmp_path_factory.mktemp("nccl") / "libfake_nccl.so"
-    source = ROOT / "tests" / "cpp" / "fake_nccl.cpp"
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", source, "-o", library], check=True)
-    return str(library)
 
 
 @pytest.mark.parametrize(

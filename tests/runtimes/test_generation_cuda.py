@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 VOCABULARY = 211
 CUDA = ["CUDAExecutionProvider"]
+EXACT = [("CUDAExecutionProvider", {"use_tf32": "0"})]  # for requests that draw: TF32 moves the borders between tokens
 
 
 def llama():
@@ -182,7 +183,7 @@ def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
     asked += [[*asked[4][:100], *asked[0]], [*asked[4][:100], *asked[2]], [*asked[4][:100], *asked[3]]]
     answers += [9, 12, 20]
     found = []
-    for options in ({"providers": CUDA}, {"cuda_graph": True, "speculate": speculate}):
+    for options in ({"providers": EXACT}, {"providers": EXACT, "cuda_graph": True, "speculate": speculate}):
         batch = ContinuousBatch(tmp_path, pages=60, max_requests=4, step_tokens=64, **options)
         requests = [
             batch.add(prompt, answer, stop_tokens=(), temperature=0.5 * (i % 2), seed=i)

@@ -50,13 +50,14 @@ def run_ranks(function, world, *arguments, dying=()):
     return found
 
 
-def call(op, x, attrs, outputs_of=1, in_place=False):
-    """A node on a numpy array through the C interface; outputs_of: how often the first axis repeats."""
+def call(op, x, attrs, outputs_of=1, in_place=False, device="cpu"):
+    """A node on a numpy array through the C interface; outputs_of: how often the first axis repeats. device: "cuda" with the
+    library of a simulated GPU."""
     x = np.ascontiguousarray(x)
     shape = (x.shape[0] * outputs_of, *x.shape[1:])
     output = x if in_place else np.frombuffer(b"\x7f" * (x.nbytes * outputs_of), x.dtype).reshape(shape).copy()
     name = x.dtype.name
-    native.Call(op, [(x.ctypes.data, x.shape, name)], [(output.ctypes.data, shape, name)], attrs, node="layers.3").run()
+    native.Call(op, [(x.ctypes.data, x.shape, name)], [(output.ctypes.data, shape, name)], attrs, device, node="layers.3").run()
     return output
 
 
@@ -264,3 +265,93 @@ def life_with_nccl(rank, world, id, library, how):
     except native.LeanfleetError as error:
         text = str(error)
     return text, time.monotonic() - begin, fake.fake_aborts(), fake.fake_destroys()
+
+
+def by_windows(rank, world, id, library, folder, seed):
+    """Exchanges on the simulated GPU of this process, through windows of shared memory: (how many went so, the largest error of
+    a sum and of merged attention in units of the type's rounding, digests of what all ranks have to have alike)."""
+    os.environ |= {"LEANFLEET_LIBRARY_DIR": folder, "LEANFLEET_SIMULATED_SEED": str(seed + rank)}
+    draw, worst, alike, calls = np.random.default_rng(seed), 0.0, [], 0
+    with communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=30) as made:
+        for turn in range(270):  # numbers of exchanges begin anew on the way
+            name = list(TYPES)[turn % 3]
+            eps = float(ml_dtypes.finfo(TYPES[name]).eps)
+            count = int(draw.choice((1, 3, 4, 7, 64, 129, 1000))) if turn % 90 else 32768 // np.dtype(TYPES[name]).itemsize
+            parts = [contribution(r + 10 * turn, count, name) for r in range(world)]
+            if turn % 3 or turn < 30:
+                found = call("AllReduce", parts[rank].copy(), {}, in_place=turn % 2 == 0, device="cuda")
+                exact, size = (sum(f(p.astype(np.float64)) for p in parts) for f in (np.array, np.abs))
+                error = np.abs(found.astype(np.float64) - exact) / (eps * np.abs(exact) + 2e-7 * size + 1e-7)
+                worst, calls = max(worst, float(error.max())), calls + 1
+                alike.append(digest(found))
+            if turn % 3 == 0:
+                found = call("AllGather", parts[rank].reshape(1, -1), {"world": world}, world, device="cuda")
+                assert [digest(row) for row in found] == [digest(p) for p in parts], (turn, name, count)
+                calls += 1
+        return made.direct - calls, worst, alike
+
+
+def attention_over_ranks(rank, world, id, library, folder, device, seed):
+    """LeanAttention over keys that ranks share, against one call over all of them in float64: the largest error in units of what
+    the type's rounding allows."""
+    import torch
+
+    from leanfleet import spec
+    from leanfleet.export import reference
+    from support.kernels import run_kernel
+
+    if folder is not None:
+        os.environ |= {"LEANFLEET_LIBRARY_DIR": folder, "LEANFLEET_SIMULATED_SEED": str(seed + rank)}
+    simulated = device == "cuda" and folder is not None
+    if device == "cuda" and not simulated:
+        torch.cuda.set_device(rank)
+    assert "world" in [a.name for a in spec.all_specs()["LeanAttention"].attrs]
+    torch.set_num_threads(1)
+    draw, worst, merges = torch.Generator().manual_seed(seed), 0.0, 0
+    engine = "nccl" if device == "cuda" else "shared_memory"
+    given = {} if library is None else {"library": library}
+    with communicators.create("world", rank, world, id=id, engine=engine, timeout=30, **given) as made:
+
+        def pick(*choices):
+            return choices[int(torch.randint(len(choices), (), generator=draw))]
+
+        for turn in range(12 if simulated else 30):
+            dtype = (torch.float32, torch.float16, torch.bfloat16)[turn % 3]
+            batch, kv_heads, group, width = pick(1, 3), pick(1, 2), pick(1, 3, 4), pick(64, 128) if simulated else pick(16, 64, 128)
+            capacity, layout, tokens = world * pick(8, 40), pick("bhnd", "bnhd"), pick(1, 1, 4)
+            query = torch.randn(batch, kv_heads * group, tokens, width, generator=draw)
+            key, value = torch.randn(2, batch, kv_heads, capacity, width, generator=draw)
+            sinks = torch.randn(kv_heads * group, generator=draw) if pick(True, False) else None
+            # Of each rank the first so many of its share; some have none.
+            share = capacity // world
+            lens = torch.randint(tokens, share + 1, (world, batch), generator=draw, dtype=torch.int32)
+            lens *= torch.randint(0, 2, (world, batch), generator=draw, dtype=torch.int32)
+            lens[:, 0] *= pick(0, 1)  # a request of which nobody has a key
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+            if simulated:  # which has the kernels of quantised caches alone
+                kept = [(x.float() * 30).round().clamp(-128, 127).to(torch.int8) for x in (key, value)]
+                key, value = (x.double() / 30 for x in kept)
+            seen = torch.arange(share) < lens.T[:, :, None]  # [batch,world,share]
+            order = torch.argsort(~seen.reshape(batch, -1), dim=1, stable=True)[:, None, :, None]
+            whole = [x.double().gather(2, order.expand(x.shape)) for x in (key, value)]
+            exact, exact_lse = reference.lean_attention(
+                query.double(), *whole, lens.sum(0, dtype=torch.int32), sinks=None if sinks is None else sinks.double(), causal=0
+            )
+            size, _ = reference.lean_attention(query.double(), whole[0], whole[1].abs(), lens.sum(0, dtype=torch.int32), causal=0)
+            swap = (lambda x: x.transpose(1, 2).contiguous()) if layout == "bnhd" else (lambda x: x)
+            caches = kept if simulated else (key, value)
+            own = [x[:, :, rank * share : (rank + 1) * share].contiguous() for x in caches]
+            inputs = {"query": swap(query), "key_cache": own[0], "value_cache": own[1], "seq_lens": lens[rank].contiguous()}
+            inputs |= {"sinks": sinks} | (dict.fromkeys(("key_scale", "value_scale"), torch.tensor([1 / 30])) if simulated else {})
+            if device == "cuda" and not simulated:
+                inputs = {n: None if x is None else x.cuda() for n, x in inputs.items()}
+            attrs = {"world": world, "causal": 0, "layout": layout}
+            found = run_kernel("LeanAttention", inputs, attrs, simulated=simulated)
+            output, lse = (swap(found[n].cpu()) for n in ("output", "lse"))
+            eps = torch.finfo(dtype).eps
+            allowed = 4 * eps * (size + exact.abs()) + 1e-5
+            assert torch.equal(torch.isinf(lse), torch.isinf(exact_lse)) and not output.isnan().any()
+            finite = ~torch.isinf(exact_lse)
+            assert (lse.double() - exact_lse)[finite].abs().le(1e-4 + 4 * eps * (dtype != torch.float32)).all()
+            worst, merges = max(worst, float(((output.double() - exact).abs() / allowed).max())), merges + 1
+        return worst, merges, made.direct

@@ -123,7 +123,7 @@ def build(folder, operators, others=(), instances=()):
         sources.append(source)
     # Inline variables are one for all libraries of a process, unless they are not unique.
     shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_WINDOW_BYTES=131072"]
+    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_WINDOW_BYTES=131072", "-DLEANFLEET_PEER_LINES=4096"]
     return compile_files(folder, sources, "libleanfleet.so", *shared, *given)
 
 
@@ -138,7 +138,7 @@ def compile_files(folder, sources, output, *options):
     files = [DEVICE / "device.cpp"]
     for source in sources:
         if source.suffix == ".cu":
-            copy = folder / f"{source.parent.name}_{source.stem}.cpp"
+            copy = folder / f"{source.parent.name}_{source.stem}_cu.cpp"
             copy.write_text(f'#include "device.h"\n#line 1 "{source}"\n' + translated(source.read_text()))
             source = copy
         files.append(source)
