@@ -3,7 +3,9 @@
     python -m bench.kernels.collectives OUT [--gpus 2] [--rounds 50]
 
 starts a process a GPU and writes OUT.json and OUT.md. Every time is that of one exchange in a CUDA graph of 20, the median over
-replays of the slowest rank. Both sides use NCCL; torch.distributed's loop of 20 is captured too. At the end the last rank dies
+replays of the slowest rank; torch.distributed's loop of 20 is captured too. Ours go through the GPUs' memory up to 512 KiB a
+rank, and through NCCL in the columns that say so, as torch.distributed's do; its one-shot sum is that of symmetric memory. At
+the end the last rank dies
 while the others wait for it: `dead_rank` says what they are told, and after how many seconds. NVLink multicast (NVLS) stays off
 unless NCCL_NVLS_ENABLE says otherwise.
 """
@@ -20,9 +22,10 @@ import torch
 
 from bench.kernels.timing import captured
 from leanfleet import communicators, native
-from leanfleet.export import all_gather, all_reduce, merge_attention, reference
+from leanfleet.export import all_gather, all_reduce, lean_attention, merge_attention, reference
 
-KILOBYTES = (16, 33, 130, 520)  # of each rank
+KILOBYTES = (8, 16, 33, 65, 130, 260, 512, 1024)  # of each rank
+ROWS = ((32, 128), (64, 128), (16 * 32, 128), (16 * 64, 128), (4 * 256, 64))  # of merged attention: rows, columns
 IN_A_GRAPH = 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,14 +96,56 @@ def time_exchanges(rank: int, world: int, rounds: int) -> list[dict]:
         gathered, summed = torch.empty(world * x.numel(), dtype=x.dtype, device="cuda"), torch.zeros_like(x)
         contenders = {
             "AllGather": lambda x=x: all_gather(x, world=world),
+            "AllGather, NCCL": lambda x=x: all_gather(x, world=world, communicator="nccl"),
             "torch all_gather": lambda x=x, to=gathered: torch.distributed.all_gather_into_tensor(to, x),
             "AllReduce": lambda x=x: all_reduce(x),
+            "AllReduce, NCCL": lambda x=x: all_reduce(x, communicator="nccl"),
             "torch all_reduce": lambda to=summed: torch.distributed.all_reduce(to),
         }
+        if (one_shot := symmetric_sum(x)) is not None:
+            contenders["torch one-shot"] = one_shot
         us = {name: median_us(captured(f, IN_A_GRAPH), rounds) for name, f in contenders.items()}
         rows.append({"kilobytes": kilobytes, "us": us})
         if rank == 0:
             print(f"{kilobytes} KB a rank:", {name: round(t, 2) for name, t in us.items()}, flush=True)
+    return rows
+
+
+def symmetric_sum(x: torch.Tensor):
+    """torch's one-shot sum over symmetric memory, or None where this torch or machine has none."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        group = torch.distributed.group.WORLD.group_name
+        own = symmetric.empty(x.numel(), dtype=x.dtype, device="cuda")
+        symmetric.rendezvous(own, group)
+        own.copy_(x)
+        torch.ops.symm_mem.one_shot_all_reduce(own, "sum", group)
+        torch.cuda.synchronize()
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    return lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", group)
+
+
+def time_merges(world: int, rounds: int) -> list[dict]:
+    """Attention over one key a rank, with and without the merge over ranks: its cost beside the attention."""
+    rows = []
+    for count, width in ROWS:
+        query = torch.randn(1, count, 1, width, dtype=torch.float16, device="cuda")
+        cache = [torch.randn(1, count, 8, width, dtype=torch.float16, device="cuda") for _ in range(2)]
+
+        def attend(query=query, cache=cache, **options):
+            return lean_attention(query, *cache, causal=False, **options)
+
+        ways = {
+            "alone": attend,
+            "merged": lambda attend=attend: attend(world=world),
+            "merged, NCCL": lambda attend=attend: attend(world=world, communicator="nccl"),
+        }
+        us = {name: median_us(captured(f, IN_A_GRAPH), rounds) for name, f in ways.items()}
+        rows.append({"rows": count, "width": width, "us": us})
+        if torch.distributed.get_rank() == 0:
+            print(f"{count} rows of {width}:", {name: round(t, 2) for name, t in us.items()}, flush=True)
     return rows
 
 
@@ -135,11 +180,18 @@ def work(rank: int, world: int, folder: str, rounds: int) -> None:
     id = communicators.exchange_id(Path(folder, "id"), rank, "nccl")
     one = communicators.create("world", rank, world, id=id, engine="nccl", device=rank, timeout=30)
     created = time.monotonic() - begin
+    os.environ["LEANFLEET_DIRECT"] = "0"
+    slow = communicators.create(
+        "nccl", rank, world, id=_second_id(folder, rank, "nccl"), engine="nccl", device=rank, timeout=30
+    )
     checks = check(rank, world)
+    assert one.direct > 0, "nothing went through the GPUs' memory"
     if rank == 0:
         print(f"created in {created:.2f} s; {checks} results are right", flush=True)
-    rows = time_exchanges(rank, world, rounds)
-    with communicators.create("other", rank, world, id=_second_id(folder, rank), engine="nccl", device=rank) as other:
+    rows, merges = time_exchanges(rank, world, rounds), time_merges(world, rounds)
+    assert slow.direct == 0
+    slow.close()
+    with communicators.create("other", rank, world, id=_second_id(folder, rank, "other"), engine="nccl", device=rank) as other:
         assert all_reduce(torch.ones(3, device="cuda"), communicator="other").tolist() == [world] * 3
         torch.cuda.synchronize()
         other.check()
@@ -155,21 +207,28 @@ def work(rank: int, world: int, folder: str, rounds: int) -> None:
             "checks": checks,
             "created_s": created,
             "rows": rows,
+            "merges": merges,
             "dead_rank": lost,
         }
         Path(folder, "report.json").write_text(json.dumps(report, indent=1) + "\n")
     os._exit(0)  # torch's process group would wait for the rank that is gone
 
 
-def _second_id(folder: str, rank: int) -> bytes:
-    return communicators.exchange_id(Path(folder, "second_id"), rank, "nccl")
+def _second_id(folder: str, rank: int, name: str) -> bytes:
+    return communicators.exchange_id(Path(folder, name), rank, "nccl")
 
 
 def table(report: dict) -> str:
     names = list(report["rows"][0]["us"])
     lines = [f"| KB a rank | {' µs | '.join(names)} µs |", "|---" * (1 + len(names)) + "|"]
     for row in report["rows"]:
-        lines.append("| " + " | ".join([str(row["kilobytes"]), *(f"{row['us'][n]:.1f}" for n in names)]) + " |")
+        cells = (f"{row['us'][n]:.1f}" if n in row["us"] else "" for n in names)
+        lines.append("| " + " | ".join([str(row["kilobytes"]), *cells]) + " |")
+    if merges := report.get("merges"):
+        names = list(merges[0]["us"])
+        lines += ["", f"| attention, rows x columns | {' µs | '.join(names)} µs |", "|---" * (1 + len(names)) + "|"]
+        for row in merges:
+            lines.append(f"| {row['rows']} x {row['width']} | " + " | ".join(f"{row['us'][n]:.1f}" for n in names) + " |")
     return "\n".join(lines) + "\n"
 
 

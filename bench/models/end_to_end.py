@@ -279,17 +279,19 @@ class Runner:
         return attention / runs * 1e-6, sum(e.device_time_total for e in events) / runs * 1e-6
 
 
-def energy_counter():
-    """A function that reads the GPU's energy in joules since the driver was loaded (NVML, no package needed)."""
-    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+def energy_counter(gpus=1):
+    """A function that reads the energy of the first GPUs in joules since the driver was loaded (NVML, no package needed)."""
+    nvml, devices = ctypes.CDLL("libnvidia-ml.so.1"), [ctypes.c_void_p() for _ in range(gpus)]
+    if nvml.nvmlInit_v2() or any(nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(d)) for i, d in enumerate(devices)):
         raise RuntimeError("NVML does not start")
 
     def read():
-        millijoules = ctypes.c_ulonglong()
-        if error := nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
-            raise RuntimeError(f"nvmlDeviceGetTotalEnergyConsumption returned {error}")
-        return millijoules.value / 1e3
+        total, millijoules = 0, ctypes.c_ulonglong()
+        for device in devices:
+            if error := nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
+                raise RuntimeError(f"nvmlDeviceGetTotalEnergyConsumption returned {error}")
+            total += millijoules.value
+        return total / 1e3
 
     return read
 

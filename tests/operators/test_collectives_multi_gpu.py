@@ -14,10 +14,23 @@ TWO = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; there are {G
 
 
 @TWO
-def test_exchanges_over_nccl():
-    """Every type, eager and in CUDA graphs, in PyTorch and in ONNX Runtime where it has CUDA."""
-    for found in ranks.run_ranks(ranks.exchange_on_gpus, 2, 2, communicators.unique_id("nccl")):
-        assert isinstance(found, int) and found >= 12, found
+@pytest.mark.parametrize("direct", (False, True))
+def test_exchanges(direct, monkeypatch):
+    """Every type and sizes around those that fit windows, eager and in CUDA graphs, with windows and by NCCL alone."""
+    monkeypatch.setenv("LEANFLEET_DIRECT", str(int(direct)))
+    for found in ranks.run_ranks(ranks.exchange_on_gpus, GPUS, GPUS, communicators.unique_id("nccl")):
+        assert isinstance(found, tuple) and found[0] == 36, found
+        assert (found[1] >= 20) if direct else found[1] == 0
+
+
+@TWO
+@pytest.mark.parametrize("direct", (False, True))
+def test_attention_over_the_keys_of_all_gpus(direct, monkeypatch):
+    monkeypatch.setenv("LEANFLEET_DIRECT", str(int(direct)))
+    given = communicators.unique_id("nccl"), None, None, "cuda", 50
+    for found in ranks.run_ranks(ranks.attention_over_ranks, GPUS, GPUS, *given):
+        assert isinstance(found, tuple) and found[0] <= 1 and found[1] == 30, found
+        assert found[2] == (30 if direct else 0)
 
 
 @TWO

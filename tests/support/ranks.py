@@ -3,6 +3,7 @@ in a part of a second."""
 
 import ctypes
 import hashlib
+import itertools
 import multiprocessing
 import os
 import queue
@@ -180,7 +181,8 @@ def differs(rank, world, ids, what):
 
 
 def exchange_on_gpus(rank, world, id):
-    """Sums and gatherings of every type on this rank's GPU; the number of right results."""
+    """Sums and gatherings of every type on this rank's GPU, through windows and NCCL; the number of right results, and of
+    exchanges that went through windows."""
     import torch
 
     from leanfleet.export import all_gather, all_reduce
@@ -188,8 +190,8 @@ def exchange_on_gpus(rank, world, id):
     torch.cuda.set_device(rank)
     right = 0
     with communicators.create("world", rank, world, id=id, engine="nccl", device=rank, timeout=60) as made:
-        for name in TYPES:
-            dtype, count = getattr(torch, name), 100_003
+        for name, count in itertools.product(TYPES, (5, 100_003, 300_001)):
+            dtype = getattr(torch, name)
             parts = [torch.from_numpy(contribution(r, count, name).astype(np.float32)).to(dtype) for r in range(world)]
             exact = sum(p.double() for p in parts)
             x = parts[rank].cuda()
@@ -207,7 +209,7 @@ def exchange_on_gpus(rank, world, id):
                 assert (error <= world * torch.finfo(dtype).eps * (1 + sum(p.double().abs() for p in parts))).all(), name
                 assert torch.equal(gathered.cpu(), torch.cat(parts)), name
                 right += 2
-    return right
+        return right, made.direct
 
 
 def dies_on_gpu(rank, world, id, graph):
@@ -317,7 +319,12 @@ def attention_over_ranks(rank, world, id, library, folder, device, seed):
 
         for turn in range(12 if simulated else 30):
             dtype = (torch.float32, torch.float16, torch.bfloat16)[turn % 3]
-            batch, kv_heads, group, width = pick(1, 3), pick(1, 2), pick(1, 3, 4), pick(64, 128) if simulated else pick(16, 64, 128)
+            batch, kv_heads, group, width = (
+                pick(1, 3),
+                pick(1, 2),
+                pick(1, 3, 4),
+                pick(64, 128) if simulated else pick(16, 64, 128),
+            )
             capacity, layout, tokens = world * pick(8, 40), pick("bhnd", "bnhd"), pick(1, 1, 4)
             query = torch.randn(batch, kv_heads * group, tokens, width, generator=draw)
             key, value = torch.randn(2, batch, kv_heads, capacity, width, generator=draw)
@@ -335,14 +342,22 @@ def attention_over_ranks(rank, world, id, library, folder, device, seed):
             order = torch.argsort(~seen.reshape(batch, -1), dim=1, stable=True)[:, None, :, None]
             whole = [x.double().gather(2, order.expand(x.shape)) for x in (key, value)]
             exact, exact_lse = reference.lean_attention(
-                query.double(), *whole, lens.sum(0, dtype=torch.int32), sinks=None if sinks is None else sinks.double(), causal=0
+                query.double(),
+                *whole,
+                lens.sum(0, dtype=torch.int32),
+                sinks=None if sinks is None else sinks.double(),
+                causal=0,
             )
-            size, _ = reference.lean_attention(query.double(), whole[0], whole[1].abs(), lens.sum(0, dtype=torch.int32), causal=0)
+            size, _ = reference.lean_attention(
+                query.double(), whole[0], whole[1].abs(), lens.sum(0, dtype=torch.int32), causal=0
+            )
             swap = (lambda x: x.transpose(1, 2).contiguous()) if layout == "bnhd" else (lambda x: x)
             caches = kept if simulated else (key, value)
             own = [x[:, :, rank * share : (rank + 1) * share].contiguous() for x in caches]
             inputs = {"query": swap(query), "key_cache": own[0], "value_cache": own[1], "seq_lens": lens[rank].contiguous()}
-            inputs |= {"sinks": sinks} | (dict.fromkeys(("key_scale", "value_scale"), torch.tensor([1 / 30])) if simulated else {})
+            inputs |= {"sinks": sinks} | (
+                dict.fromkeys(("key_scale", "value_scale"), torch.tensor([1 / 30])) if simulated else {}
+            )
             if device == "cuda" and not simulated:
                 inputs = {n: None if x is None else x.cuda() for n, x in inputs.items()}
             attrs = {"world": world, "causal": 0, "layout": layout}
