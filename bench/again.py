@@ -101,9 +101,12 @@ MEASUREMENTS = (
 LEFT = {
     "host_cost_h100": "of an H100: kernels.host_cost --device cuda --out OUT",
     "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
-    "collectives_h100": "needs two GPUs: kernels.collectives",
-    "context_parallel_h100": "needs two GPUs: kernels.context_parallel --seed 556",
-    "tensor_parallel_h100": "needs two GPUs: models.tensor_parallel",
+    "collectives_h100": "needs four GPUs: kernels.collectives OUT --gpus 4",
+    "context_parallel_h100": "needs two GPUs: kernels.context_parallel OUT --seed 262946552 --rounds 31",
+    "context_parallel_4_h100": "needs four GPUs: kernels.context_parallel OUT --gpus 4 --seed 262946552 --rounds 31",
+    "tensor_parallel_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --serve --seconds 200",
+    "tensor_parallel_8b_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-8b --context 8192",
+    "tensor_parallel_70b_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-70b --context 8192",
     "context_parallel_decoder_h100": (
         "needs two GPUs: models.tensor_parallel --share context --context 131072 --batches 1 --layers 8"
     ),

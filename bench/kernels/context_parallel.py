@@ -19,6 +19,7 @@ be twice those of torch's way. `share` is LeanAttention over one rank's share wi
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -40,6 +41,7 @@ FIXED = (
     *(("figure 9", 4, 256, 256, 64, n << 10) for n in (1, 4, 16, 64, 128, 256)),
 )
 BYTES = 2  # of a number
+WARM, AHEAD = 10, 300_000  # replays before those that are timed; cycles
 SHARE = 0.75  # of a GPU's memory that keys and values may take
 
 
@@ -68,9 +70,11 @@ class Clock:
         self.one = torch.ones(1, device="cuda")
 
     def us(self, graph, together=True):
+        for _ in range(WARM):
+            graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
-        graph.replay()
         for begin, end in events:
+            torch.cuda._sleep(AHEAD)  # launches are there before
             self.flush.sum()
             if together:
                 torch.distributed.all_reduce(self.one)
@@ -240,6 +244,71 @@ def table(report):
             f"{len(ratios)} shapes drawn from seed {report['seed']}: torch's time over ours is {geometric(ratios):.2f} in "
             f"geometric mean, {ratios[0]:.2f} to {ratios[-1]:.2f}; one GPU's time over ours {geometric(gains):.2f}.",
         ]
+    return "\n".join(lines) + "\n"
+
+
+def shape_of(row):
+    return row["name"], row["batch"], row["heads"], row["kv_heads"], row["head_size"]
+
+
+def alone_us(rows, context):
+    """Of one GPU over a context, between the measured ones: time is nearly a line in it."""
+    known = sorted((r["context"], r["us"]["one GPU"]) for r in rows if "one GPU" in r["us"])
+    if context < known[0][0] or context > known[-1][0]:
+        return None
+    (x, a), (y, b) = next(pair for pair in itertools.pairwise(known) if pair[0][0] <= context <= pair[1][0])
+    return a + (b - a) * (context - x) / (y - x)
+
+
+def growth(reports, predicted=8):
+    """Rows {"shape", "context", "us": {GPUs: µs}, "model_us": {GPUs: µs}} of the fixed shapes, from reports of 2 and of 4 GPUs.
+
+    The model: a rank's share takes what one GPU takes over so many keys; the exchange takes e(W) = a + b (W - 1), by the
+    medians of context - share on 2 and on 4. model_us has W = 2, 4 and `predicted`, where one GPU was measured over such a
+    share.
+    """
+    fixed = {r["gpus"]: [row for row in r["rows"] if row["name"] != "drawn"] for r in reports}
+    cost = {
+        gpus: statistics.median(r["us"]["context"] - r["us"]["share"] for r in rows if r["us"]["share"] > 50)
+        for gpus, rows in fixed.items()
+    }
+    few, many = sorted(cost)
+    slope = (cost[many] - cost[few]) / (many - few)
+    cost |= {predicted: cost[many] + slope * (predicted - many)}
+    shapes, found = dict.fromkeys(map(shape_of, fixed[many])), []
+    for shape in shapes:
+        rows = {gpus: [r for r in of if shape_of(r) == shape] for gpus, of in fixed.items()}
+        for row in rows[many]:
+            us = {gpus: r["us"]["context"] for gpus in rows for r in rows[gpus] if r["context"] == row["context"]}
+            if "one GPU" in row["us"]:
+                us = {1: row["us"]["one GPU"]} | us
+            model = {gpus: alone_us(rows[many], row["context"] / gpus) for gpus in cost}
+            model = {gpus: us_of + cost[gpus] for gpus, us_of in model.items() if us_of is not None}
+            found.append({"shape": shape, "context": row["context"], "us": us, "model_us": model})
+    return found, cost
+
+
+def growth_table(reports, predicted=8):
+    rows, cost = growth(reports, predicted)
+    few, many, _ = sorted(cost)
+    gpu = reports[-1]["gpu"]
+    lines = [
+        f"Attention of one token over keys that GPUs share, {gpu}, float16, µs, and what {predicted} would take: a rank's "
+        "share takes what one GPU takes over as many keys, and the exchange "
+        + ", ".join(f"{us:.1f} µs on {gpus}" for gpus, us in cost.items())
+        + f" (a line through those of {few} and {many}).",
+        "",
+        f"| shape | batch | context | 1 | {few} | {many} | model for {few} | for {many} | for {predicted} | {predicted} / 1 |",
+        "|---" * 10 + "|",
+    ]
+    for row in rows:
+        name, batch, heads, kv_heads, size = row["shape"]
+        us, model = row["us"], row["model_us"]
+        speed = f"{us[1] / model[predicted]:.2f}" if 1 in us and predicted in model else ""
+        cells = [name, batch, f"{row['context'] >> 10}k"]
+        cells += [f"{us[n]:.1f}" if n in us else "" for n in (1, few, many)]
+        cells += [f"{model[n]:.1f}" if n in model else "" for n in (few, many, predicted)]
+        lines.append("| " + " | ".join(map(str, [*cells, speed])) + " |")
     return "\n".join(lines) + "\n"
 
 

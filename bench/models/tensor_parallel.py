@@ -286,9 +286,9 @@ def table(report):
         for name, of_batch in joules.items():
             told = ", ".join(f"{j:.2f} at batch {batch}" for batch, j in of_batch.items())
             held = report["weights"][name]
-            read = f", which take {1e6 * held / bandwidth:.0f} µs to read" if bandwidth else ""
-            who = "One GPU has" if name == "one" else f"{gpus} GPUs have"
-            lines += ["", f"{who} {held / 2**30:.1f} GiB of weights each{read}. Joules a token: {told}."]
+            read = f", {1e6 * held / bandwidth:.0f} µs to read at the data sheet's bandwidth" if bandwidth else ""
+            who = "One GPU holds" if name == "one" else f"Each of {gpus} GPUs holds"
+            lines += ["", f"{who} {held / 2**30:.1f} GiB of weights{read}. Joules a token: {told}."]
     if (served := report.get("serving")) is not None:
         one, several = served["one"], served["several"]
         same = "equal" if served["tokens_equal"] else "DIFFER FROM"

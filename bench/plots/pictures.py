@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench.plots import plot_end_to_end, plot_lean_attention, plot_linear_attention, plot_training
+from bench.plots import plot_context_parallel, plot_end_to_end, plot_lean_attention, plot_linear_attention, plot_training
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -20,6 +20,11 @@ def read(*patterns: str) -> list[dict]:
 def whole_models() -> dict:
     """The reports of whole models on the H200, by script."""
     return plot_end_to_end.by_script(read("end_to_end*_h200.json", "generate_h200.json", "serving_*_h200.json"))
+
+
+def shared_contexts() -> list[dict]:
+    """The reports of keys that two and four H100s share."""
+    return read("context_parallel_h100.json", "context_parallel_4_h100.json")
 
 
 def draw(folder: Path) -> list[Path]:
@@ -41,6 +46,8 @@ def draw(folder: Path) -> list[Path]:
         (report,) = read(f"{name}.json")
         made.append(folder / f"{name}.svg")
         make(report, made[-1])
+    made.append(folder / "context_parallel_growth_h100.svg")
+    plot_context_parallel.scaling(shared_contexts(), made[-1])
     made += plot_end_to_end.plot(whole_models(), folder)
     return made + plot_end_to_end.plot(plot_end_to_end.by_script(read("generate_cpu.json")), folder, "cpu")
 

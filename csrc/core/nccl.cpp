@@ -39,7 +39,7 @@ constexpr int64_t kBoardBytes = kPeerBoardBytes;
 #else
 constexpr int64_t kBoardBytes = 0;
 #endif
-constexpr int kOldest = 21400;                // the first whose calls need not block
+constexpr int kOldest = 21400;  // the first whose calls need not block
 constexpr auto kLook = std::chrono::milliseconds(100);
 constexpr auto kStuckCall = std::chrono::seconds(5);  // a launch into a full queue holds the lock
 
@@ -177,7 +177,8 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     const char* const what = "a sum";
 #ifdef LEANFLEET_CUDA
     if (windows_ != nullptr && fits_peers(count * element_size(dtype)))
-      return launch_direct(what, stream, [&] { return launch_peer_sum(windows_->view(), input, output, count, dtype, stream); });
+      return launch_direct(what, stream,
+                           [&] { return launch_peer_sum(windows_->view(), input, output, count, dtype, stream); });
 #endif
     return launch(what, stream, [&] {
       return nccl_.all_reduce(input, output, static_cast<size_t>(count), nccl_type(dtype), kSumOf, comm_, stream);
@@ -233,7 +234,8 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     int error = pending_ && stream != last_stream_ ? wait_for_mark(mark_, stream) : 0;
     if (error == 0) error = call();
     ++direct_;
-    return launched(stream, error == 0 ? Status{} : Status{Code::kCuda, message(what + (" failed: " + cuda_error_text(error)))});
+    return launched(stream,
+                    error == 0 ? Status{} : Status{Code::kCuda, message(what + (" failed: " + cuda_error_text(error)))});
   }
 #endif
 

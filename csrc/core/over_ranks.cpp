@@ -15,8 +15,8 @@ Status gather(Communicator& communicator, const PartialAttention& part, const Ga
 }
 
 merge_parts::Args merging(const Communicator& communicator, const PartialAttention& part, const GatheredAttention& gathered) {
-  return {gathered.output, gathered.lse, part.output, part.lse, static_cast<int32_t>(part.dtype),
-          communicator.world, part.rows, part.width, part.sinks};
+  return {gathered.output,    gathered.lse, part.output, part.lse,  static_cast<int32_t>(part.dtype),
+          communicator.world, part.rows,    part.width,  part.sinks};
 }
 
 }  // namespace

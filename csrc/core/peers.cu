@@ -16,7 +16,7 @@ namespace leanfleet {
 namespace {
 
 constexpr int kThreads = 128, kMostBlocks = 512, kLineBytes = 8;
-constexpr uint32_t kLooks = 4096;           // between looks at whether the communicator has failed, which cross PCIe
+constexpr uint32_t kLooks = 4096;               // between looks at whether the communicator has failed, which cross PCIe
 constexpr uint32_t kSwept = uint32_t{1} << 20;  // exchanges after which slots are cleared: numbers of long ago come again
 
 struct Data {
@@ -162,9 +162,9 @@ __global__ void __launch_bounds__(kThreads)
 // A thread has one line of a row. The row's LSEs are lines of their own, behind all others; also this rank's comes through its
 // window, since the thread that has a row's first line overwrites it.
 template <class T, int kWorld>
-__global__ void __launch_bounds__(kThreads) PeerMergeKernel(const PeerView view, PeerLine* window, char* output, float* lse,
-                                                            int64_t rows, int64_t row_bytes, int64_t row_lines,
-                                                            const merge_parts::Sinks sinks) {
+__global__ void __launch_bounds__(kThreads)
+    PeerMergeKernel(const PeerView view, PeerLine* window, char* output, float* lse, int64_t rows, int64_t row_bytes,
+                    int64_t row_lines, const merge_parts::Sinks sinks) {
   constexpr float kNothing = -INFINITY;
   const uint32_t number = number_of(view);
   const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
@@ -242,8 +242,7 @@ template <class T, int kWorld>
 int merge(const PeerView& view, const PartialAttention& part, cudaStream_t stream) {
   const int64_t row_bytes = part.width * int64_t{sizeof(T)}, row_lines = lines_of(row_bytes);
   PeerMergeKernel<T, kWorld><<<blocks_of(part.rows * row_lines), kThreads, 0, stream>>>(
-      view, view.windows[view.rank], static_cast<char*>(part.output), part.lse, part.rows, row_bytes, row_lines,
-      part.sinks);
+      view, view.windows[view.rank], static_cast<char*>(part.output), part.lse, part.rows, row_bytes, row_lines, part.sinks);
   return cudaGetLastError();
 }
 

@@ -156,8 +156,8 @@ int64_t world_of(const Call& call) { return call.attrs[kAttrWorld].i; }
 PartialAttention own_part(const Call& call) {
   const Tensor &output = call.outputs[kOutOutput], &lse = call.outputs[kOutLse];
   const int64_t inner = call.bnhd() ? 1 : call.dims[kDimNq];
-  return {output.data,  lse.as<float>(), lse.elements(), call.dims[kDimDv],
-          output.dtype, {call.inputs[kSinks].as<const float>(), call.dims[kDimH], inner}};
+  return {output.data,       lse.as<float>(), lse.elements(),
+          call.dims[kDimDv], output.dtype,    {call.inputs[kSinks].as<const float>(), call.dims[kDimH], inner}};
 }
 
 // The communicator, or null for a world of one. Sinks join when the ranks' parts are merged.
@@ -183,7 +183,8 @@ Status check_scale(const Call& call, int cache, int scale) {
 
 Status check(const Call& call) {
   if (world_of(call) > kMaxRanks)
-    return call.invalid("attribute world is " + std::to_string(world_of(call)) + "; expected 1 to " + std::to_string(kMaxRanks));
+    return call.invalid("attribute world is " + std::to_string(world_of(call)) + "; expected 1 to " +
+                        std::to_string(kMaxRanks));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kKeyCache, kKeyScale));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kValueCache, kValueScale));
   const auto refuse = [&](const char* what, int64_t count, const char* unit) {
