@@ -162,3 +162,16 @@ class Cache:
     def rows(self) -> dict[str, torch.Tensor]:
         """What tells the operators where requests that are packed have their tokens and states. Here: rows of a batch."""
         return {}
+
+
+def decayed_attention(
+    cache: Cache,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Linear layer `layer` over the state that `cache` carries: query, key [B,N,H,R], value [B,N,H,Dv], log_decay [H]."""
+    return cache.decay(layer, query, key, value, log_decay, scale)

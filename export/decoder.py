@@ -51,7 +51,7 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export import context_parallel as sharing
-from leanfleet.export.cache import Cache, pool_shape
+from leanfleet.export.cache import Cache, pool_shape, decayed_attention
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
@@ -63,6 +63,7 @@ from leanfleet.export.support import (
     ELSEWHERE,
     EXPANDED_LATENT,
     FEATURES,
+    LIGHTNING,
     check_supported,
     fixed_rotary,
     implementation,
@@ -198,19 +199,6 @@ def featured_attention(
     return output.transpose(1, 2).contiguous()
 
 
-def decayed_attention(
-    cache: Cache,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """Linear layer `layer` over the state that `cache` carries: query, key [B,N,H,R], value [B,N,H,Dv], log_decay [H]."""
-    return cache.decay(layer, query, key, value, log_decay, scale)
-
-
 def _lightning_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention.forward over CausalLinearDecay: S = exp(-slope) S + k^T v, o = q S."""
     batch, tokens, _ = hidden_states.shape
@@ -239,7 +227,7 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     # A loop over the experts that were hit cannot be traced.
     experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
-    lightning = [m for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"]
+    lightning = [m for m in model.modules() if type(m).__name__ == LIGHTNING]
     try:
         if experts is not None:
             model.set_experts_implementation("batched_mm")
@@ -273,7 +261,7 @@ def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
-    lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
+    lightning = {m.layer_idx: m for m in model.modules() if type(m).__name__ == LIGHTNING}
     latent = {m.layer_idx: m for m in model.modules() if type(m).__name__ == EXPANDED_LATENT}
     normalized, hybrids = linear_layers_of(model), hybrid_layers(model)
     ranks = {m.layer_idx: getattr(m, FEATURES).features for m in model.modules() if hasattr(m, FEATURES)}
@@ -289,7 +277,8 @@ def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
         heads = own.num_attention_heads
         head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
-            shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, heads, head_size, head_size))
+            sizes = BATCH, lightning[layer].num_attention_heads, head_size, head_size
+            shapes[cache_name(layer, STATE)] = (torch.float32, sizes)
         elif layer in normalized:
             sizes = BATCH, getattr(own, "num_key_value_heads", None) or heads, head_size
             if (rank := ranks.get(layer)) is not None:

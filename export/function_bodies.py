@@ -318,11 +318,19 @@ def _lean_attention(ops, x, a, ranks):
     if a.world != 1:
         if not 1 <= a.world <= communicators.MAX_RANKS:
             raise ValueError(f"LeanAttention: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
-        more = math.log(a.world)
-        sinks = None if x.sinks is None else ops.Sub(x.sinks, more)
-        alone = [SimpleNamespace(**{**vars(x), "sinks": sinks}), SimpleNamespace(**{**vars(a), "world": 1})]
+        alone = [SimpleNamespace(**{**vars(x), "sinks": None}), SimpleNamespace(**{**vars(a), "world": 1})]
         output, lse, *caches = _lean_attention(ops, *alone, ranks)
-        return [output, ops.Add(lse, more), *caches]
+        of_ranks = ops.Add(lse, math.log(a.world))
+        if x.sinks is None:
+            return [output, of_ranks, *caches]
+        sinks = x.sinks if a.layout == "bnhd" else ops.Unsqueeze(x.sinks, [1])
+        nothing = ops.IsInf(lse)
+        finite = ops.Where(nothing, 0.0, of_ranks)
+        largest = ops.Max(finite, sinks)
+        total = ops.Add(largest, ops.Log(ops.Add(ops.Exp(ops.Sub(finite, largest)), ops.Exp(ops.Sub(sinks, largest)))))
+        share = ops.Where(nothing, 0.0, ops.Exp(ops.Sub(finite, total)))
+        scaled = ops.CastLike(ops.Mul(ops.float(output), ops.Unsqueeze(share, [-1])), output)
+        return [scaled, ops.Where(nothing, -math.inf, total), *caches]
     if x.cu_query_lens is None:
         return _lean_attention_of_rows(ops, x, a, ranks)
     rows = _PackedRows(ops, x, a.layout)

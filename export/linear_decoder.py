@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import gelu, relu, silu
 
 from leanfleet.decoder_contract import BATCH, STATE, cache_name
-from leanfleet.export.cache import Cache
-from leanfleet.export.decoder import decayed_attention
+from leanfleet.export.cache import Cache, decayed_attention
 from leanfleet.export.linear_attention import rotary, rotate
 
 

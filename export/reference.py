@@ -383,8 +383,8 @@ def lean_attention(
     page id outside the pool masks its positions out, for reading and for writing. What no row sees may be
     anything, NaN included.
 
-    world above 1: the keys are spread over the ranks of a communicator, see ops.toml. The reference takes all ranks to have this
-    one's, and raises ValueError where this process's communicator has more than one rank.
+    world above 1: the keys are spread over the ranks of a communicator, see ops.toml. The reference takes all ranks to have
+    this one's, and raises ValueError where this process's communicator has more than one rank.
 
     Returns output T [B,H,Nq,Dv] and lse F [B,H,Nq], the natural logarithm of the sum of exponentials, sink
     included; with append also key_cache_out and value_cache_out, and of them that are per token key_scale_out and
@@ -395,8 +395,7 @@ def lean_attention(
     if world != 1:
         _check(world >= 1, f"{op}: world is {world}; expected 1 or more")
         _alone(op, communicator)
-        own = None if sinks is None else sinks - math.log(world)
-        arguments = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table, own)
+        arguments = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table)
         output, lse, *caches = lean_attention(
             *arguments,
             cos_cache=cos_cache,
@@ -416,7 +415,13 @@ def lean_attention(
             value_per_token=value_per_token,
             compute_dtype=compute_dtype,
         )
-        return output, lse + math.log(world), *caches
+        of_ranks = lse + math.log(world)
+        if sinks is None:
+            return output, of_ranks, *caches
+        seen = ~torch.isinf(lse)
+        total = torch.where(seen, torch.logaddexp(of_ranks, sinks if layout == "bnhd" else sinks[:, None]), lse)
+        share = torch.where(seen, (of_ranks - total).exp(), 0.0).unsqueeze(-1)
+        return (output * share).to(output.dtype), total, *caches
     if cu_query_lens is not None:
         _check(query_lens is None, f"{op}: query_lens and cu_query_lens are both given; give one")
         arguments = {

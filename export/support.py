@@ -22,7 +22,7 @@ FEATURES = "leanfleet_features"  # submodule of attention layers that low_rank.l
 METHOD = "leanfleet_low_rank"  # the configuration's entry that says so: from_pretrained knows no such submodule
 SUMS = "leanfleet_sums"  # attribute of the keys of a running_sums_cache: attention gets tensors alone, not the cache
 _SOFTMAX = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+|kernels-community/[\w.-]*flash-attn[\w.@-]*)")
-_SERVED_LINEAR = "MiniMaxLightningAttention"
+LIGHTNING = "MiniMaxLightningAttention"
 # Recurrent layers of hybrid models that export.hybrid_layers serves, by their classes' names.
 HYBRID_LAYERS = (
     "Qwen3NextGatedDeltaNet",
@@ -115,7 +115,7 @@ def _check_layers(model, config):
     )
     for path, module in model.named_modules():
         kind = type(module).__name__
-        if _STATE.fullmatch(kind) and kind not in (_SERVED_LINEAR, EXPANDED_LATENT, *HYBRID_LAYERS):
+        if _STATE.fullmatch(kind) and kind not in (LIGHTNING, EXPANDED_LATENT, *HYBRID_LAYERS):
             raise ValueError(
                 f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
                 "export_decoder serves softmax attention, MiniMax's linear attention, the gated delta rule of Qwen3-Next, "

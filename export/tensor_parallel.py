@@ -1,12 +1,12 @@
-"""One rank's share of a transformers decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
+"""One rank's share of a decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
 Query heads are shared out with the heads of keys and values that they attend over, and the value heads of layers of the gated
-delta rule with their key heads; the heads of Falcon-H1's scans, with their groups where there are several; the columns of
-feed-forward layers, and of each expert. A rank computes its share from whole hidden states, and what it adds to them is summed
-over the ranks behind the projection that ends the layer. Embeddings, norms, routers and the language model's head are on every
-rank.
+delta rule with their key heads; the heads of linear attention; those of Mamba-2's scans, with their groups where there are
+several; the columns of feed-forward layers, and of each expert. A rank computes its share from whole hidden states, and what it
+adds to them is summed over the ranks behind the projection that ends the layer. A norm over the channels of all heads sums the
+ranks' squares. Embeddings, other norms, routers and the language model's head are on every rank.
 
-The modules stay transformers' own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
+The modules stay the model's own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
 that traces, fuses and checks a decoder takes the share for a model like any other.
 """
 
@@ -21,10 +21,11 @@ import torch
 from torch.nn import Linear, Module, Parameter
 
 from leanfleet import communicators, progress
-from leanfleet.decoder_contract import MOST_RANKS, WORLD
+from leanfleet.decoder_contract import KEY, MOST_RANKS, WORLD
 from leanfleet.export.hybrid_layers import hybrid_layers
+from leanfleet.export.linear_decoder import LinearDecoder
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache
-from leanfleet.export.support import check_shared_layers, check_supported
+from leanfleet.export.support import LIGHTNING, check_shared_layers, check_supported
 from leanfleet.export.torch_ops import all_reduce
 
 _OUTPUTS = "o_proj", "dense", "out_proj"  # what an attention layer may call its last projection
@@ -35,11 +36,12 @@ _FEED_FORWARD = (  # projections that begin and end a feed-forward layer
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
+    (("input_linear",), "output_linear"),
 )
 _HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
 _DELTA_HEADS = "num_k_heads", "num_v_heads"  # of layers of the gated delta rule that are shared out
-_SCANS = ("FalconH1Mixer",)  # Mamba-2 layers that are shared out; others' norms go over all heads
+_SCANS = "FalconH1Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"
 _TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
 _EACH_HEADS_OWN = "GPTNeoX"  # classes whose joint projection has each head's query, key and value in turn
 
@@ -67,11 +69,14 @@ def check_world(world: object) -> int:
 def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     """Raises ValueError, naming the layer, for a model that cannot be shared out so. layers: names of its caches."""
     name, again = type(model).__name__, "export it for one GPU"
-    if not hasattr(model, "cache_shapes"):
-        check_supported(model)
+    if hasattr(model, "cache_shapes"):
+        return _check_ours(model, world)
+    check_supported(model)
     recurrent = _recurrent_layers(model)
     others = [c for c in layers if int(c.partition(".")[0]) not in recurrent]
-    known = "softmax attention, the gated delta rule of Qwen's layers and Falcon-H1's scans"
+    known = (
+        "softmax attention, MiniMax's linear attention, the gated delta rule of Qwen's and OLMo's layers and Mamba-2's scans"
+    )
     check_shared_layers(model, others, "tensor_parallel", known)
     for number, module in recurrent.items():
         count, what = _cut_by(module)
@@ -84,10 +89,21 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
         raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
     kv = _count(config, _KV_HEADS) or _count(config, _HEADS)
-    if world > kv:
+    attends = any(layer.endswith(KEY) for layer in layers)
+    if attends and world > kv:
         raise ValueError(
             f"{name}: tensor_parallel is {world}, and its attention has {kv} head{'s' * (kv > 1)} of keys and values, none of "
             f"which is cut: at most {kv} ranks" + (f", or {again}" if kv == 1 else "")
+        )
+
+
+def _check_ours(model: Any, world: int) -> None:
+    if not isinstance(model, LinearDecoder):
+        raise ValueError(f"{type(model).__name__}: tensor_parallel is for transformers' decoders and LinearDecoder")
+    if world > (heads := model.config.num_attention_heads):
+        raise ValueError(
+            f"LinearDecoder: tensor_parallel is {world}, and its layers have {heads} head{'s' * (heads > 1)}, none of which is "
+            "cut: export it for fewer ranks"
         )
 
 
@@ -97,35 +113,57 @@ def _count(owner: Any, names: Sequence[str]) -> int:
 
 @contextmanager
 def shard(model: Any, rank: int, world: int) -> Iterator[None]:
-    """A transformers decoder that is, while this lasts, the share of one rank. See check_shardable.
+    """A decoder that is, while this lasts, the share of one rank. See check_shardable.
 
     Raises ValueError, naming the layer, for one whose projections are not known.
     """
+    with ExitStack() as undo:
+        share = _share_ours if isinstance(model, LinearDecoder) else _share_theirs
+        share(undo, model, rank, world)
+        yield
+
+
+def _share_ours(undo: ExitStack, model: LinearDecoder, rank: int, world: int) -> None:
+    heads = model.config.num_attention_heads
+    own, states = shares(heads, world)[rank], model.cache_shapes()
+    for number, layer in enumerate(model.layers):
+        share = _Layer(undo, rank, world, f"LinearDecoder: layer {number}")
+        share.retention(layer.attention, heads, own)
+        names = (("up", "gate"), "down") if hasattr(layer, "down") else (("value", "gate"), "out")
+        share.feed_forward(layer, [name for name in names[0] if getattr(layer, name) is not None], names[1])
+    of_rank = {name: (dtype, (shape[0], len(own), *shape[2:])) for name, (dtype, shape) in states.items()}
+    undo.callback(vars(model).pop, "cache_shapes", None)
+    vars(model)["cache_shapes"] = lambda: of_rank
+
+
+def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
     config = model.config.get_text_config(decoder=True)
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
     recurrent = {id(module) for module in _recurrent_layers(model).values()}
     done: set[int] = set()  # decoder layers whose feed-forward layers are shared out: some have attention beside a scan
-    with ExitStack() as undo:
-        for layer, attention in _layers(model, recurrent):
-            path = next(path for path, m in model.named_modules() if m is attention)
-            share = _Layer(undo, rank, world, f"{type(model).__name__}: layer {path} ({type(attention).__name__})")
-            if id(attention) not in recurrent:
-                share.attention(attention, heads, kv_heads)
-            elif type(attention).__name__ in _SCANS:
-                share.scan(attention)
-            else:
-                share.delta(attention)
-            if id(layer) not in done:
-                done.add(id(layer))
-                _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        own = shares(kv_heads, world)[rank]
-        _set(undo, config, "head_dim", size)  # which otherwise follows from the number of heads
-        for names, count in ((_HEADS, len(own) * heads // kv_heads), (_KV_HEADS, len(own))):
-            for name in names:
-                if isinstance(getattr(config, name, None), int):
-                    _set(undo, config, name, count)
-        yield
+    for layer, attention in _layers(model, recurrent):
+        path = next(path for path, m in model.named_modules() if m is attention)
+        share = _Layer(undo, rank, world, f"{type(model).__name__}: layer {path} ({type(attention).__name__})")
+        if id(attention) not in recurrent:
+            share.attention(attention, heads, kv_heads)
+        elif type(attention).__name__ in _SCANS:
+            share.scan(attention)
+        elif type(attention).__name__ == LIGHTNING:
+            share.lightning(attention)
+        else:
+            share.delta(attention)
+        if id(layer) not in done:
+            done.add(id(layer))
+            _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
+    if len(recurrent) == len(done) and not any(id(m) not in recurrent for _, m in _layers(model, recurrent)):
+        return  # nothing attends, and heads in the configuration are the recurrence's
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    own = shares(kv_heads, world)[rank]
+    _set(undo, config, "head_dim", size)  # which otherwise follows from the number of heads
+    for names, count in ((_HEADS, len(own) * heads // kv_heads), (_KV_HEADS, len(own))):
+        for name in names:
+            if isinstance(getattr(config, name, None), int):
+                _set(undo, config, name, count)
 
 
 def share_of_cache(cache: CacheType | None, rank: int, world: int) -> CacheType | None:
@@ -155,12 +193,15 @@ def alone(name: str) -> Iterator[None]:
 
 def _recurrent_layers(model: Module) -> dict[int, Any]:
     """{number of the layer: its recurrent module} of those that can be shared out."""
-    found = hybrid_layers(model)
-    return {n: m for n, m in found.items() if type(m).__name__ in _SCANS or all(hasattr(m, name) for name in _DELTA_HEADS)}
+    found = hybrid_layers(model) | {m.layer_idx: m for m in model.modules() if type(m).__name__ == LIGHTNING}
+    kinds = (*_SCANS, LIGHTNING)
+    return {n: m for n, m in found.items() if type(m).__name__ in kinds or all(hasattr(m, name) for name in _DELTA_HEADS)}
 
 
 def _cut_by(module: Any) -> tuple[int, str]:
     """(how many parts a recurrent module has that ranks can share, what they are called)."""
+    if type(module).__name__ == LIGHTNING:
+        return module.num_attention_heads, "head"
     if type(module).__name__ not in _SCANS:
         return module.num_k_heads, "key head"
     return (module.num_heads, "head") if module.n_groups == 1 else (module.n_groups, "group")
@@ -220,6 +261,25 @@ class Reduced(Module):
         return summed if self.bias is None else summed + self.bias
 
 
+class SharedNorm(Module):
+    """An RMS norm over the channels of all ranks, of which this one has those of `index`; behind a gate where one is given."""
+
+    def __init__(self, norm: Any, index: torch.Tensor, width: int) -> None:
+        super().__init__()
+        weight = getattr(norm, "weight", None)
+        self.weight = None if weight is None else _part(weight, index)
+        self.eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        self.width = width
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        if gate is not None:
+            wide = wide * torch.nn.functional.silu(gate.to(wide.dtype))
+        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), communicator=WORLD)
+        normed = (wide * torch.rsqrt(squares / self.width + self.eps)).to(hidden.dtype)
+        return normed if self.weight is None else self.weight * normed
+
+
 class OwnConvolution(Module):
     """A short convolution of some channels: what transformers' layers read of theirs."""
 
@@ -249,11 +309,41 @@ class _Layer:
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
         last = self._linear(module, end)
         _set(self.undo, module, end, Reduced(last, _blocks(own, self._each(last.in_features, heads))))
-        self._parameters(module, heads, own)
+        self._parameters(module, heads, kv_heads, own, own_kv)
         for names, all_of_them, count in ((_HEADS, heads, len(own)), (_KV_HEADS, kv_heads, len(own_kv))):
             for name in names:
                 if getattr(module, name, None) == all_of_them:
                     _set(self.undo, module, name, count)
+
+    def lightning(self, module: Any) -> None:
+        """MiniMax's linear attention, whose joint projection has each head's query, key and value in turn."""
+        heads = module.num_attention_heads
+        own = shares(heads, self.world)[self.rank]
+        each, joint = _blocks(own, module.head_dim), _blocks(own, 3 * module.head_dim)
+        for name, index in (("qkv_proj", joint), ("output_gate", each)):
+            _set(self.undo, module, name, _rows(self._linear(module, name), index))
+        _set(self.undo, module, "out_proj", Reduced(self._linear(module, "out_proj"), each))
+        _set(self.undo, module, "norm", SharedNorm(module.norm, each, heads * module.head_dim))
+        for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
+            whole = getattr(module, name)
+            axis = next(axis for axis, size in enumerate(whole.shape) if size == heads)
+            _set(self.undo, module, name, whole.narrow(axis, own.start, len(own)))
+        _set(self.undo, module, "num_attention_heads", len(own))
+
+    def retention(self, module: Any, heads: int, own: range) -> None:
+        """A layer of LinearDecoder: RetNet's retention, or TransNormerLLM's gated linear attention."""
+        for name in ("query", "key", "value", "gate"):
+            linear = self._linear(module, name)
+            _set(self.undo, module, name, _rows(linear, _blocks(own, self._each(linear.out_features, heads))))
+        last = self._linear(module, "out")
+        index = _blocks(own, self._each(last.in_features, heads))
+        _set(self.undo, module, "out", Reduced(last, index))
+        if hasattr(module, "norm"):
+            _set(self.undo, module, "norm", SharedNorm(module.norm, index, last.in_features))
+        if getattr(module, "theta", None) is not None:
+            _set(self.undo, module, "theta", _part(module.theta, slice(own.start, own.stop)))
+        _set(self.undo, module, "log_decay", module.log_decay[own.start : own.stop])
+        _set(self.undo, module, "heads", len(own))
 
     def delta(self, module: Any) -> None:
         """A layer of the gated delta rule, by heads of keys. Channels of its convolution are queries, keys and values."""
@@ -301,9 +391,11 @@ class _Layer:
             _set(self.undo, module, "mup_vector", module.mup_vector[..., projected])
         if (weight := getattr(module.norm, "weight", None)) is not None:
             if module.n_groups == 1:
-                raise self._not_by_heads("norm.weight", weight)
-            _set(self.undo, module.norm, "weight", _part(weight, values))
-            _set(self.undo, module.norm, "n_groups", len(groups))
+                _set(self.undo, module, "norm", SharedNorm(module.norm, values, width))
+            else:
+                _set(self.undo, module.norm, "weight", _part(weight, values))
+                if hasattr(module.norm, "n_groups"):
+                    _set(self.undo, module.norm, "n_groups", len(groups))
         counts = {"num_heads": len(heads), "n_groups": len(groups), "intermediate_size": len(values)}
         self._recurrence(module, of_heads, channels, {**counts, "groups_time_state_size": len(of_groups)})
 
@@ -333,8 +425,9 @@ class _Layer:
             return {"query_key_value": _blocks(own, self._each(self._linear(module, "query_key_value").out_features, heads))}
         raise self._unknown(module)
 
-    def _parameters(self, module: Any, heads: int, own: range) -> None:
-        """Shares out what a layer has a number of for each head, and refuses what spans several heads."""
+    def _parameters(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> None:
+        """Shares out what a layer has a number of for each head, and RMS norms over all heads; refuses other parameters that
+        span several heads."""
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         replaced = {id(p) for child in module.children() if isinstance(child, (Linear, Reduced)) for p in child.parameters()}
         for path, parameter in module.named_parameters():
@@ -343,7 +436,17 @@ class _Layer:
             if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
                 _set(self.undo, module, path, _part(parameter, slice(own.start, own.stop)))
             elif parameter.shape != (size,):
-                raise self._not_by_heads(path, parameter)
+                self._norm(module, path, parameter, {heads * (size or 0): (own, size), kv_heads * (size or 0): (own_kv, size)})
+
+    def _norm(self, module: Any, path: str, parameter: Parameter, known: dict[int, tuple[range, int]]) -> None:
+        """An RMS norm over all heads. known: {its width: (the rank's heads, channels of one)}."""
+        name, _, weight = path.rpartition(".")
+        norm = getattr(module, name, None) if "." not in name else None
+        width = parameter.shape[0] if parameter.dim() == 1 else 0
+        if weight != "weight" or "RMSNorm" not in type(norm).__name__ or width not in known:
+            raise self._not_by_heads(path, parameter)
+        heads, size = known[width]
+        _set(self.undo, module, name, SharedNorm(norm, _blocks(heads, size), width))
 
     def _not_by_heads(self, path: str, parameter: Parameter) -> ValueError:
         return ValueError(
@@ -437,5 +540,6 @@ def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, 
                 share.feed_forward(module, starts, end)
                 found = True
                 break
-    if not found:
+    others = [m for m in layer.modules() if id(m) not in inside and isinstance(m, Linear)]
+    if not found and others:
         raise ValueError(f"{where}: tensor_parallel knows no feed-forward layer in it: export it for one GPU")

@@ -1,4 +1,4 @@
-"""Communicators: groups of processes whose nodes AllReduce and AllGather exchange tensors.
+"""Communicators: groups of processes whose nodes AllReduce, AllGather and LeanAttention exchange tensors.
 
 Each process is a rank, and creates its end under the name that nodes give. Engines: "shared_memory" for tensors of the CPU,
 ranks on one host; "nccl" for tensors of CUDA. Standard library only; NCCL is loaded where it is asked for.

@@ -128,7 +128,7 @@ def symmetric_sum(x: torch.Tensor):
 
 
 def time_merges(world: int, rounds: int) -> list[dict]:
-    """Attention over one key a rank, with and without the merge over ranks: its cost beside the attention."""
+    """Attention over eight keys a rank, with and without the merge over ranks: its cost beside the attention."""
     rows = []
     for count, width in ROWS:
         query = torch.randn(1, count, 1, width, dtype=torch.float16, device="cuda")

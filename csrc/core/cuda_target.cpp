@@ -13,6 +13,18 @@ std::string error_text(const char* action, cudaError_t error) {
   return std::string(action) + " failed: " + cuda_error_text(error);
 }
 
+// The number of the capture that the stream is in, and its graph; 0: none.
+cudaError_t capture_of(cudaStream_t stream, unsigned long long* id, cudaGraph_t* graph) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, id, graph, nullptr, nullptr, nullptr);
+#else
+  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, id, graph, nullptr, nullptr);
+#endif
+  if (status != cudaStreamCaptureStatusActive) *id = 0;
+  return error;
+}
+
 }  // namespace
 
 Status current_cuda_target(void* stream, CudaTarget* target) {
@@ -102,12 +114,28 @@ bool record_mark(void** mark, void* stream) {
 
 bool mark_done(void* mark) { return cudaEventQuery(static_cast<cudaEvent_t>(mark)) != cudaErrorNotReady; }
 
-int wait_for_mark(void* mark, void* stream) {
+int wait_in_order(const LaunchOrder& order, void* mark, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(cuda_stream, &capture);
-  if (error != cudaSuccess || capture != cudaStreamCaptureStatusNone) return error;
-  return cudaStreamWaitEvent(cuda_stream, static_cast<cudaEvent_t>(mark), 0);
+  unsigned long long capture = 0;
+  cudaGraph_t graph = nullptr;
+  const cudaError_t error = capture_of(cuda_stream, &capture, &graph);
+  if (error != cudaSuccess) return error;
+  void* const behind = capture == 0 ? mark : capture == order.capture ? order.captured : nullptr;
+  return behind == nullptr ? cudaSuccess : cudaStreamWaitEvent(cuda_stream, static_cast<cudaEvent_t>(behind), 0);
+}
+
+int note_in_order(LaunchOrder* order, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  unsigned long long capture = 0;
+  cudaGraph_t graph = nullptr;
+  cudaError_t error = capture_of(cuda_stream, &capture, &graph);
+  if (error != cudaSuccess || capture == 0) return error;
+  cudaEvent_t event = static_cast<cudaEvent_t>(order->captured);
+  if (event == nullptr) error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  if (error != cudaSuccess) return error;
+  order->captured = event;
+  order->capture = capture;
+  return cudaEventRecord(event, cuda_stream);
 }
 
 void free_mark(void* mark) {
@@ -115,16 +143,9 @@ void free_mark(void* mark) {
 }
 
 bool keep_with_graph(void* stream, unsigned long long* known, void* what, void (*let_go)(void*)) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-#if CUDART_VERSION >= 13000
-  if (cudaStreamGetCaptureInfo(cuda_stream, &status, &id, &graph, nullptr, nullptr, nullptr) != cudaSuccess) return false;
-#else
-  if (cudaStreamGetCaptureInfo_v2(cuda_stream, &status, &id, &graph, nullptr, nullptr) != cudaSuccess) return false;
-#endif
-  if (status != cudaStreamCaptureStatusActive || id == *known) return false;
+  if (capture_of(static_cast<cudaStream_t>(stream), &id, &graph) != cudaSuccess || id == 0 || id == *known) return false;
   cudaUserObject_t object = nullptr;
   if (cudaUserObjectCreate(&object, what, let_go, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) return false;
   if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) == cudaSuccess) *known = id;

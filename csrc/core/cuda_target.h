@@ -24,8 +24,15 @@ Status use_device(int device);
 // An event behind what the stream has so far, made on first use. False while the stream is being captured, or on an error.
 bool record_mark(void** mark, void* stream);
 bool mark_done(void* mark);
-// Makes the stream wait for the event; nothing while the stream is being captured. Returns a cudaError_t.
-int wait_for_mark(void* mark, void* stream);
+// What puts launches of one kind in order, whichever streams they are on. Within a capture, behind those of the same capture.
+struct LaunchOrder {
+  void* captured = nullptr;  // a cudaEvent_t behind the last one that was captured
+  unsigned long long capture = 0;
+};
+// Makes the stream wait for the last launch: for `mark` (null: none) outside of captures. Returns a cudaError_t.
+int wait_in_order(const LaunchOrder& order, void* mark, void* stream);
+// Behind a launch. Returns a cudaError_t.
+int note_in_order(LaunchOrder* order, void* stream);
 void free_mark(void* mark);
 
 // Where the stream is being captured into a graph that is not the one of `known` (0: none), which is set: let_go(what) comes when

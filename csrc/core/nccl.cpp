@@ -147,8 +147,9 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     if (watch_.joinable()) watch_.join();
     close();
 #ifdef LEANFLEET_CUDA
+    if (windows_ != nullptr) end_windows();
     free_mark(mark_);
-    windows_.reset();
+    free_mark(order_.captured);
 #endif
   }
 
@@ -175,6 +176,7 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
 
   Status sum(const void* input, void* output, int64_t count, DType dtype, void* stream) override {
     const char* const what = "a sum";
+    if (count == 0) return {};
 #ifdef LEANFLEET_CUDA
     if (windows_ != nullptr && fits_peers(count * element_size(dtype)))
       return launch_direct(what, stream,
@@ -187,6 +189,7 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
 
   Status gather(const void* input, void* output, int64_t count, DType dtype, void* stream) override {
     const char* const what = "a gathering";
+    if (count == 0) return {};
 #ifdef LEANFLEET_CUDA
     const int64_t bytes = count * element_size(dtype);
     if (windows_ != nullptr && fits_peers(bytes))
@@ -231,11 +234,33 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
   Status launch_direct(const char* what, void* stream, F&& call) {
     std::lock_guard<std::timed_mutex> lock(calls_);
     LEANFLEET_RETURN_IF_ERROR(ready());
-    int error = pending_ && stream != last_stream_ ? wait_for_mark(mark_, stream) : 0;
+    direct_began_ = since_start();
+    int error = wait_in_order(order_, pending_ ? mark_ : nullptr, stream);
     if (error == 0) error = call();
+    if (error == 0) error = note_in_order(&order_, stream);
+    direct_began_ = 0;
     ++direct_;
     return launched(stream,
                     error == 0 ? Status{} : Status{Code::kCuda, message(what + (" failed: " + cuda_error_text(error)))});
+  }
+#endif
+
+#ifdef LEANFLEET_CUDA
+  // Kernels may still write into the others' windows.
+  void end_windows() {
+    const auto wait = [&](double seconds) {
+      const Clock::time_point begin = Clock::now();
+      while (mark_ != nullptr && !mark_done(mark_) && elapsed(begin) < seconds && absent_rank().empty())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    if (health().ok()) wait(timeout_s_);
+    windows_->stop();
+    wait(1.0);
+    windows_.reset();
+  }
+
+  static int64_t since_start() {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count() + 1;
   }
 #endif
 
@@ -251,7 +276,6 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
       return health();
     }
 #ifdef LEANFLEET_CUDA
-    last_stream_ = stream;
     if (record_mark(&mark_, stream)) {
       marked_ = Clock::now();
       pending_ = true;
@@ -270,7 +294,12 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     const auto held = static_cast<std::shared_ptr<NcclCommunicator>*>(kept);
     if (ending()) return;
     try {
-      std::thread([held] { delete held; }).detach();
+      std::thread([held] {
+#ifdef LEANFLEET_CUDA
+        allow_calls_during_capture();
+#endif
+        delete held;
+      }).detach();
     } catch (const std::exception&) {  // no thread can be had: it stays
     }
   }
@@ -332,7 +361,15 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     const std::string absent = absent_rank();
     if (!absent.empty()) return abort(absent);
     std::unique_lock<std::timed_mutex> lock(calls_, std::try_to_lock);
-    if (!lock.owns_lock() || comm_ == nullptr) return;  // a call under way watches itself
+#ifdef LEANFLEET_CUDA
+    const int64_t began = direct_began_;
+    if (!lock.owns_lock() && began != 0 && static_cast<double>(since_start() - began) > 1000.0 * timeout_s_) {
+      note({Code::kPeer,
+            message("a launch has waited " + seconds_text(timeout_s_) + " for those before it, and the other ranks")});
+      return drop();
+    }
+#endif
+    if (!lock.owns_lock() || comm_ == nullptr) return;  // a call of NCCL under way watches itself
     int code = kSuccess;
     if (nccl_.get_error(comm_, &code) == kSuccess && code != kSuccess && code != kInProgress) {
       note(failed("an exchange", code));
@@ -394,8 +431,9 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
   bool pending_ = false;
   unsigned long long graph_ = 0;  // the last that keeps this
   std::unique_ptr<PeerWindows> windows_;
-  void* last_stream_ = nullptr;
-  std::atomic<int64_t> direct_{0};
+  LaunchOrder order_;                     // of those through windows
+  std::atomic<int64_t> direct_{0};        // how many went through windows
+  std::atomic<int64_t> direct_began_{0};  // milliseconds; 0: none is being launched, which may take until the queue has room
 #endif
 };
 

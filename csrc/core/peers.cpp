@@ -13,10 +13,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a rank says of its window, in its buffer of the board.
-enum Seat : int32_t { kNothing, kMade, kReached, kClosed, kCannot };
+// What a rank says of its window, in its buffer of the board. What it says last of `says` stays.
+enum Seat : int32_t { kNothing, kMade, kReached, kCannot };
 struct PeerSeat {
   std::atomic<int32_t> says;
+  std::atomic<int32_t> closed;  // 1: it has no window of another rank open any more
   cudaIpcMemHandle_t handle;
 };
 static_assert(sizeof(PeerSeat) <= kPeerBoardBytes, "a seat does not fit");
@@ -39,10 +40,11 @@ bool succeeds(cudaError_t error) {
 }  // namespace
 
 bool PeerWindows::make() {
+  if (!wanted() || !succeeds(cudaGetDevice(&device_))) return false;
   const size_t bytes = sizeof(PeerLine) * 2 * static_cast<size_t>(setup_.world) * kPeerLines;
   const PeerState first = {kFirstExchange, 0};
   void* seen = nullptr;  // of the host's memory by the device
-  if (!wanted() || !succeeds(cudaMalloc(&memory_, bytes + sizeof(PeerLine)))) return false;
+  if (!succeeds(cudaMalloc(&memory_, bytes + sizeof(PeerLine)))) return false;
   if (!succeeds(cudaHostAlloc(reinterpret_cast<void**>(&stop_), sizeof(uint32_t), cudaHostAllocMapped))) return false;
   *stop_ = 0;
   view_.windows[setup_.rank] = static_cast<PeerLine*>(memory_);
@@ -80,6 +82,7 @@ Status PeerWindows::open(const CommunicatorSetup& setup, const Board& board, std
       int32_t says = kNothing;
       while ((says = seat_of(board, other).says.load(std::memory_order_acquire)) < step) {
         const std::string absent = board.absent(other, true);
+        if (seat_of(board, other).says.load(std::memory_order_acquire) >= step) continue;  // it said so, and has left since
         const bool late = std::chrono::duration<double>(Clock::now() - begin).count() > setup.timeout_s;
         if (!absent.empty() || late)
           return {Code::kPeer, "communicator '" + setup.name + "', rank " + std::to_string(setup.rank) + " of " +
@@ -96,20 +99,23 @@ Status PeerWindows::open(const CommunicatorSetup& setup, const Board& board, std
 }
 
 PeerWindows::~PeerWindows() {
+  int before = device_;  // of this thread, which may be any
+  succeeds(cudaGetDevice(&before));
+  if (before != device_) succeeds(cudaSetDevice(device_));
   for (int other = 0; other < setup_.world; ++other)
     if (other != setup_.rank && view_.windows[other] != nullptr) succeeds(cudaIpcCloseMemHandle(view_.windows[other]));
-  seat_of(board_, setup_.rank).says.store(kClosed, std::memory_order_release);
+  seat_of(board_, setup_.rank).closed.store(1, std::memory_order_release);
   // What others still have open stays until the process ends.
   const Clock::time_point begin = Clock::now();
   bool all = true;
   for (int other = 0; other < setup_.world; ++other) {
-    const auto open = [&] { return seat_of(board_, other).says.load() < kClosed && board_.absent(other, true).empty(); };
+    const auto open = [&] { return seat_of(board_, other).closed.load() == 0 && board_.absent(other, true).empty(); };
     while (open() && Clock::now() - begin < kLastWait) std::this_thread::sleep_for(std::chrono::microseconds(100));
     all = all && !open();
   }
-  if (!all) return;
-  if (memory_ != nullptr) succeeds(cudaFree(memory_));
-  if (stop_ != nullptr) succeeds(cudaFreeHost(stop_));
+  if (all && memory_ != nullptr) succeeds(cudaFree(memory_));
+  if (all && stop_ != nullptr) succeeds(cudaFreeHost(stop_));
+  if (before != device_) succeeds(cudaSetDevice(before));
 }
 
 void PeerWindows::stop() { *static_cast<volatile uint32_t*>(stop_) = 1; }

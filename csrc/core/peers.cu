@@ -1,6 +1,6 @@
 // One kernel an exchange: a thread writes its lines into all ranks' windows, then waits for the others' lines of the same
-// numbers. No CTA waits for another one of its own GPU, and CTA i only for the CTAs i of the others, which come first in their
-// grids as it does: so that a grid may be larger than the GPU.
+// numbers. CTA i waits for CTAs up to i alone, its own GPU's and the others' (of its own for the LSE of a row that began there):
+// CTAs start in their order, so that a grid may be larger than the GPU.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -16,6 +16,7 @@ namespace leanfleet {
 namespace {
 
 constexpr int kThreads = 128, kMostBlocks = 512, kLineBytes = 8;
+constexpr uint32_t kFailed = 1u << 31;          // beside the count of CTAs that have arrived
 constexpr uint32_t kLooks = 4096;               // between looks at whether the communicator has failed, which cross PCIe
 constexpr uint32_t kSwept = uint32_t{1} << 20;  // exchanges after which slots are cleared: numbers of long ago come again
 
@@ -29,9 +30,10 @@ __device__ Data load_data(const char* from, int64_t bytes) {
     const uint2 both = *reinterpret_cast<const uint2*>(from);
     return {both.x, both.y};
   }
-  auto* const halves = reinterpret_cast<uint16_t*>(&data);  // the smallest numbers have two bytes
+  uint16_t halves[kLineBytes / 2] = {};  // the smallest numbers have two bytes
   for (int i = 0; i < kLineBytes / 2; ++i)
-    if (2 * i < bytes) halves[i] = reinterpret_cast<const uint16_t*>(from)[i];
+    if (2 * i < bytes) memcpy(&halves[i], from + 2 * i, 2);
+  memcpy(&data, halves, kLineBytes);
   return data;
 }
 
@@ -40,9 +42,10 @@ __device__ void store_data(char* to, Data data, int64_t bytes) {
     *reinterpret_cast<uint2*>(to) = make_uint2(data.low, data.high);
     return;
   }
-  const auto* const halves = reinterpret_cast<const uint16_t*>(&data);
+  uint16_t halves[kLineBytes / 2];
+  memcpy(halves, &data, kLineBytes);
   for (int i = 0; i < kLineBytes / 2; ++i)
-    if (2 * i < bytes) reinterpret_cast<uint16_t*>(to)[i] = halves[i];
+    if (2 * i < bytes) memcpy(to + 2 * i, &halves[i], 2);
 }
 
 __device__ uint32_t number_of(const PeerView& view) { return *static_cast<const volatile uint32_t*>(&view.state->number); }
@@ -84,25 +87,30 @@ __device__ bool receive(const PeerView& view, PeerLine* window, uint32_t number,
 }
 
 // The last CTA to come here makes the next exchange's number, and now and then clears the slots of this one: nobody writes them
-// before this rank has sent the next one's lines.
-__device__ void finish(const PeerView& view, PeerLine* window, uint32_t number) {
+// before this rank has sent the next one's lines. failed: in this thread.
+__device__ void finish(const PeerView& view, PeerLine* window, uint32_t number, bool failed) {
   __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&view.state->arrived, 1u) == gridDim.x - 1;
+  const bool some_failed = __syncthreads_or(failed) != 0;
+  if (threadIdx.x == 0) {
+    if (some_failed) atomicOr(&view.state->arrived, kFailed);
+    __threadfence();
+    last = (atomicAdd(&view.state->arrived, 1u) & ~kFailed) == gridDim.x - 1;
+  }
   __syncthreads();
   if (!last) return;
   if ((number & (kSwept - 2)) == 2)  // 2 and 3 of so many
     for (int64_t i = threadIdx.x; i < view.world * kPeerLines; i += blockDim.x) slot(view, window, number, 0)[i] = {};
   __syncthreads();
   if (threadIdx.x == 0) {
-    view.state->arrived = 0;
-    view.state->number = number == 0xffffffffu ? 2 : number + 1;
+    const uint32_t next = number == 0xffffffffu ? 2 : number + 1;
+    view.state->number = (atomicExch(&view.state->arrived, 0u) & kFailed) != 0 ? 0 : next;
   }
 }
 
 template <class T>
 __device__ void add(float (&total)[kLineBytes / sizeof(T)], Data data) {
-  const T* const numbers = reinterpret_cast<const T*>(&data);
+  T numbers[kLineBytes / sizeof(T)];
+  memcpy(numbers, &data, kLineBytes);
 #pragma unroll
   for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) total[i] += static_cast<float>(numbers[i]);
 }
@@ -110,9 +118,10 @@ __device__ void add(float (&total)[kLineBytes / sizeof(T)], Data data) {
 template <class T>
 __device__ Data rounded(const float (&total)[kLineBytes / sizeof(T)]) {
   Data data;
-  T* const numbers = reinterpret_cast<T*>(&data);
+  T numbers[kLineBytes / sizeof(T)];
 #pragma unroll
   for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) numbers[i] = static_cast<T>(total[i]);
+  memcpy(&data, numbers, kLineBytes);
   return data;
 }
 
@@ -121,6 +130,8 @@ template <class T, int kWorld>
 __global__ void __launch_bounds__(kThreads)
     PeerSumKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
   const uint32_t number = number_of(view);
+  if (number == 0) return;  // the communicator has failed
+  bool failed = false;
   const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
   for (int64_t at = begin; at * kLineBytes < bytes; at += stride)
     send<kWorld>(view, number, at, load_data(input + at * kLineBytes, bytes - at * kLineBytes));
@@ -128,20 +139,23 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t left = bytes - at * kLineBytes;
     Data all[kWorld];
     const Data own = load_data(input + at * kLineBytes, left);
-    if (!receive<kWorld>(view, window, number, at, all)) break;
+    failed = !receive<kWorld>(view, window, number, at, all);
+    if (failed) break;
     float total[kLineBytes / sizeof(T)] = {};
 #pragma unroll
     for (int from = 0; from < kWorld; ++from)
       if (from < view.world) add<T>(total, from == view.rank ? own : all[from]);
     store_data(output + at * kLineBytes, rounded<T>(total), left);
   }
-  finish(view, window, number);
+  finish(view, window, number, failed);
 }
 
 template <int kWorld>
 __global__ void __launch_bounds__(kThreads)
     PeerGatherKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
   const uint32_t number = number_of(view);
+  if (number == 0) return;  // the communicator has failed
+  bool failed = false;
   const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
   for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
     const Data own = load_data(input + at * kLineBytes, bytes - at * kLineBytes);
@@ -150,13 +164,14 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
     Data all[kWorld];
-    if (!receive<kWorld>(view, window, number, at, all)) break;
+    failed = !receive<kWorld>(view, window, number, at, all);
+    if (failed) break;
 #pragma unroll
     for (int from = 0; from < kWorld; ++from)
       if (from < view.world && from != view.rank)
         store_data(output + from * bytes + at * kLineBytes, all[from], bytes - at * kLineBytes);
   }
-  finish(view, window, number);
+  finish(view, window, number, failed);
 }
 
 // A thread has one line of a row. The row's LSEs are lines of their own, behind all others; also this rank's comes through its
@@ -167,6 +182,8 @@ __global__ void __launch_bounds__(kThreads)
                     int64_t row_lines, const merge_parts::Sinks sinks) {
   constexpr float kNothing = -INFINITY;
   const uint32_t number = number_of(view);
+  if (number == 0) return;  // the communicator has failed
+  bool failed = false;
   const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
   const int64_t lines = rows * row_lines;
   for (int64_t at = begin; at < lines; at += stride) {
@@ -178,8 +195,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = at / row_lines, place = at % row_lines * kLineBytes, left = row_bytes - place;
     Data all[kWorld], lses[kWorld];
     const Data own = load_data(output + row * row_bytes + place, left);
-    if (!receive<kWorld, true>(view, window, number, lines + row, lses) || !receive<kWorld>(view, window, number, at, all))
-      break;
+    failed = !receive<kWorld, true>(view, window, number, lines + row, lses) || !receive<kWorld>(view, window, number, at, all);
+    if (failed) break;
     float largest = kNothing, sum = 0.0f;
     bool some = false;
 #pragma unroll
@@ -205,7 +222,7 @@ __global__ void __launch_bounds__(kThreads)
     store_data(output + row * row_bytes + place, rounded<T>(total), left);
     if (place == 0) lse[row] = some ? largest + logf(sum) : kNothing;
   }
-  finish(view, window, number);
+  finish(view, window, number, failed);
 }
 
 unsigned blocks_of(int64_t lines) {

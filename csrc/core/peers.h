@@ -2,7 +2,8 @@
 // an exchange of up to half a megabyte is one kernel. NCCL does the others.
 //
 // Data go in lines of 16 bytes: 8 of data, and beside each half of them the number of the exchange. Who waits for a line reads
-// it until both numbers are right: no other signal is needed. A window has a slot for the lines of each rank in exchanges of even
+// it until both numbers are right: no other signal is needed. Exchanges of a rank come one after the other: each of them writes the
+// number of the next into the rank's state, and 0 once the communicator has failed, behind which nothing is sent. A window has a slot for the lines of each rank in exchanges of even
 // number, and one in those of odd number. A rank that is at exchange n + 2 has got everything of n + 1, so that all have ended n,
 // whose slots it writes.
 #pragma once
@@ -26,7 +27,7 @@ struct alignas(16) PeerLine {
 };
 
 struct PeerState {
-  uint32_t number;   // of the exchange that comes next; never 0 or 1
+  uint32_t number;   // of the exchange that comes next, never 1; 0: there is none any more
   uint32_t arrived;  // CTAs that have ended it
 };
 // The first: one of the last that 32 bits hold, so that what happens behind them happens soon.
@@ -48,6 +49,7 @@ class PeerWindows {
   ~PeerWindows();
 
   const PeerView& view() const { return view_; }
+  // Ends all kernels that wait; those that are queued do nothing.
   void stop();
 
  private:
@@ -58,6 +60,7 @@ class PeerWindows {
   const CommunicatorSetup setup_;
   const Board& board_;
   PeerView view_ = {};
+  int device_ = 0;
   void* memory_ = nullptr;
   uint32_t* stop_ = nullptr;
 };

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 from functools import partial
@@ -85,6 +86,23 @@ def test_exchanges_through_windows(exchanging, fake_nccl, tmp_path, monkeypatch,
     assert all(f[0] == 0 and f[1] <= 1 for f in found), [f[:2] for f in found]
     assert all(f[2] == found[0][2] for f in found), "the ranks' sums are not the same"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("leanfleet-")]
+
+
+@pytest.mark.parametrize("how", ("cannot", "unwilling"))
+def test_all_ranks_or_none_have_windows(exchanging, fake_nccl, tmp_path, monkeypatch, how):
+    monkeypatch.setenv("FAKE_NCCL_FOLDER", str(tmp_path))
+    ids = [os.urandom(128) for _ in range(12)]
+    for number in range(len(ids)):
+        (tmp_path / str(number)).mkdir()
+    assert ranks.run_ranks(ranks.without_windows, 3, 3, ids, fake_nccl, str(exchanging), how) == [[0] * 12] * 3
+
+
+def test_a_rank_that_ends_while_windows_wait_for_it(exchanging, fake_nccl, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_NCCL_FOLDER", str(tmp_path))
+    given = os.urandom(128), fake_nccl, str(exchanging)
+    texts, seconds = ranks.run_ranks(ranks.ends_while_windows_wait, 2, 2, *given, dying=(1,))[0]
+    assert texts[0] == texts[1] and re.search(r"rank 0 of 2: rank 1 \(process \d+\) has ended$", texts[0]), texts
+    assert seconds < 20
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from leanfleet.export import tensor_parallel
-from support.decoders import FAMILIES, HYBRIDS, SIZES, make
+from leanfleet.export import LinearDecoder, tensor_parallel
+from support.decoders import FAMILIES, HYBRIDS, SIZES, make, minimax, ours
 
 MORE = {
     "gpt-neox": ("GPTNeoXConfig", dict(num_key_value_heads=None, head_dim=None, rotary_pct=0.5)),
@@ -26,13 +26,36 @@ MORE = {
     # Scans beside attention: heads of one group, of which a rank has two and one, and groups with a norm of their own
     "falcon-h1": (HYBRIDS["falcon-h1"][0], HYBRIDS["falcon-h1"][1] | dict(mamba_n_heads=3, mamba_d_ssm=72)),
     "falcon-h1-groups": (HYBRIDS["falcon-h1"][0], HYBRIDS["falcon-h1"][1] | dict(mamba_n_groups=2, mamba_rms_norm=True)),
+    "bamba": HYBRIDS["bamba"],
+    "bamba-groups": (HYBRIDS["bamba"][0], HYBRIDS["bamba"][1] | dict(mamba_n_groups=2)),
+    "granite": (HYBRIDS["granite"][0], HYBRIDS["granite"][1] | dict(num_local_experts=0)),
+    "granite-experts": HYBRIDS["granite"],
+    "mamba2": HYBRIDS["mamba2"],
+    "olmo-hybrid": HYBRIDS["olmo-hybrid"],
+    "olmo2": ("Olmo2Config", {}),
     "qwen3.5-uneven": (HYBRIDS["qwen3.5"][0], HYBRIDS["qwen3.5"][1] | dict(linear_num_key_heads=3, linear_num_value_heads=6)),
+}
+
+
+# Whose norms over all heads transformers computes in float32.
+FLOAT32_NORMS = "minimax", "minimax-uneven", "bamba", "granite", "granite-experts", "olmo2", "olmo-hybrid"
+UNEVEN_MINIMAX = dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3)
+OURS = {
+    "minimax": minimax,
+    "minimax-uneven": lambda: minimax(**UNEVEN_MINIMAX),
+    "retnet": lambda: ours("retnet"),
+    "retnet-released": lambda: ours("retnet", released=True, value_size=144, activation="swish"),
+    "transnormer": lambda: ours("transnormer"),
+    "transnormer-released": lambda: ours("transnormer", released=True, num_attention_heads=3),
 }
 
 
 def small(family):
     if family in FAMILIES:
         return make(family)
+    if family in OURS:
+        torch.manual_seed(5)
+        return OURS[family]().eval()
     name, extra = MORE[family]
     sizes = {key: value for key, value in {**SIZES, **extra}.items() if value is not None}
     torch.manual_seed(5)
@@ -53,6 +76,10 @@ class Ring:
         return total
 
 
+def plain(model):
+    return {} if isinstance(model, LinearDecoder) else {"use_cache": False}
+
+
 def logits_of_ranks(model, ids, world, monkeypatch):
     """Logits of each rank, in float64 and by eager attention."""
     ring, found = Ring(world), [None] * world
@@ -61,7 +88,7 @@ def logits_of_ranks(model, ids, world, monkeypatch):
     def run(rank):
         own, ring.local.rank = copy.deepcopy(model), rank
         with tensor_parallel.shard(own, rank, world), torch.no_grad():
-            found[rank] = own(input_ids=ids, use_cache=False).logits
+            found[rank] = own(input_ids=ids, **plain(model)).logits
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
     for t in threads:
@@ -71,12 +98,13 @@ def logits_of_ranks(model, ids, world, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE, *OURS])
 def test_shares_sum_up_to_the_model(family, monkeypatch):
     model = small(family).double()
-    model.set_attn_implementation("eager")
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    if not isinstance(model, LinearDecoder):
+        model.set_attn_implementation("eager")
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
     with torch.no_grad():  # biases that are zero would hide one that is added on every rank
         for name, p in model.named_parameters():
             if name.endswith("bias"):
@@ -84,9 +112,10 @@ def test_shares_sum_up_to_the_model(family, monkeypatch):
     ids = torch.randint(3, SIZES["vocab_size"], (2, 11))
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits
+        expected = model(input_ids=ids, **plain(model)).logits
+    most = 3e-6 * float(expected.abs().max()) if family in FLOAT32_NORMS else 1e-9
     for found in logits_of_ranks(model, ids, 2, monkeypatch):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=most)
     config = vars(model.config).copy()
     with tensor_parallel.shard(model, 1, 2):
         held = sum(p.numel() for p in model.parameters())

@@ -73,8 +73,8 @@ def prompts(*lengths):
 VOCABULARY, LONGEST = 211, 200
 
 
-def minimax(vocab_size=VOCABULARY):
-    config = transformers.MiniMaxConfig(
+def minimax(vocab_size=VOCABULARY, **sizes):
+    usual = dict(
         hidden_size=96,
         num_hidden_layers=3,
         num_attention_heads=6,
@@ -88,6 +88,7 @@ def minimax(vocab_size=VOCABULARY):
         pad_token_id=0,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     )
+    config = transformers.MiniMaxConfig(**usual | sizes)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
@@ -155,18 +156,9 @@ def hybrid(name):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
-def ours(kind, layers=2, vocab_size=VOCABULARY):
-    return LinearDecoder(
-        LinearDecoderConfig(
-            kind,
-            vocab_size,
-            hidden_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=6,
-            feed_forward_size=128,
-            eos_token_id=2,
-        )
-    )
+def ours(kind, layers=2, vocab_size=VOCABULARY, **sizes):
+    usual = dict(hidden_size=96, num_hidden_layers=layers, num_attention_heads=6, feed_forward_size=128, eos_token_id=2)
+    return LinearDecoder(LinearDecoderConfig(kind, vocab_size, **usual | sizes))
 
 
 def linear(family="llama", layers=None):

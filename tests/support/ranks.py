@@ -293,6 +293,38 @@ def by_windows(rank, world, id, library, folder, seed):
         return made.direct - calls, worst, alike
 
 
+def without_windows(rank, world, ids, library, folder, how):
+    """Rank 1 cannot reach the others' memory, or does not want to: how many exchanges went through windows, for each of several
+    communicators."""
+    os.environ["LEANFLEET_LIBRARY_DIR"] = folder
+    if rank == 1:
+        os.environ |= {"cannot": {"LEANFLEET_SIMULATED_NO_PEERS": "1"}, "unwilling": {"LEANFLEET_DIRECT": "0"}}[how]
+    found, place = [], os.environ["FAKE_NCCL_FOLDER"]
+    for number, id in enumerate(ids):
+        os.environ["FAKE_NCCL_FOLDER"] = f"{place}/{number}"
+        with communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=30) as made:
+            call("AllReduce", np.ones(5, np.float32), {}, device="cuda")
+            found.append(made.direct)
+    return found
+
+
+def ends_while_windows_wait(rank, world, id, library, folder):
+    """Rank 1 ends while rank 0's kernel waits for its lines: what rank 0 is told by the next calls, and after how long."""
+    os.environ["LEANFLEET_LIBRARY_DIR"] = folder
+    communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=30)
+    x = np.ones(1000, np.float32)
+    call("AllReduce", x, {}, device="cuda")
+    if rank == 1:
+        os._exit(1)
+    begin, texts = time.monotonic(), []
+    while len(texts) < 2 and time.monotonic() - begin < SECONDS:
+        try:
+            call("AllReduce", x, {}, device="cuda")
+        except native.LeanfleetError as error:
+            texts.append(str(error))
+    return texts, time.monotonic() - begin
+
+
 def attention_over_ranks(rank, world, id, library, folder, device, seed):
     """LeanAttention over keys that ranks share, against one call over all of them in float64: the largest error in units of what
     the type's rounding allows."""

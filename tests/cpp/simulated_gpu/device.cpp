@@ -361,6 +361,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
+  if (std::getenv("LEANFLEET_SIMULATED_NO_PEERS") != nullptr) return cudaErrorPeerAccessUnsupported;
   const int file = shm_open(handle.reserved, O_RDWR, 0600);
   struct stat known;
   if (file < 0 || fstat(file, &known) != 0) return cudaErrorInvalidResourceHandle;

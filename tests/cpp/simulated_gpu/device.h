@@ -262,6 +262,18 @@ T atomicAdd(T* address, T value) {
   *address = before + value;
   return before;
 }
+template <class T>
+T atomicOr(T* address, T value) {
+  const T before = *address;
+  *address = before | value;
+  return before;
+}
+template <class T>
+T atomicExch(T* address, T value) {
+  const T before = *address;
+  *address = value;
+  return before;
+}
 inline void __threadfence() {}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
