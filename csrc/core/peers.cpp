@@ -92,7 +92,10 @@ Status PeerWindows::open(const CommunicatorSetup& setup, const Board& board, std
       }
       all = all && says != kCannot;
     }
-    if (!all) return {};
+    if (!all) {  // also those learn of it that have not come so far
+      seat_of(board, setup.rank).says.store(kCannot, std::memory_order_release);
+      return {};
+    }
   }
   *opened = std::move(made);
   return {};

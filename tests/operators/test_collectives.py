@@ -195,6 +195,29 @@ def test_shapes_of_a_gathering_are_inferred():
             all_gather(torch.ones(4, 5), world=world)
 
 
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+@pytest.mark.parametrize("sinks", (False, True))
+def test_a_process_alone_takes_all_ranks_keys_to_be_its_own(layout, sinks):
+    """The reference and the function body with world: attention over this process's keys, three times, and one sink."""
+    swap = (lambda x: x.transpose(1, 2).contiguous()) if layout == "bnhd" else (lambda x: x)
+    query, (key, value) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 8, 16)
+    lens = torch.tensor([8, 0], dtype=torch.int32)
+    logits = {"sinks": torch.randn(4)} if sinks else {}
+    inputs = {"query": swap(query), "key_cache": key, "value_cache": value, "seq_lens": lens, **logits}
+    attrs = {"world": 3, "causal": 0, "layout": layout}
+    thrice = [torch.cat([x] * 3, 2) for x in (key, value)]
+    exact, exact_lse = reference.lean_attention(query, *thrice, 3 * lens, **logits, causal=0, compute_dtype=torch.float64)
+    for found in (
+        reference.lean_attention(**inputs, **attrs, compute_dtype=torch.float64),
+        ort_models.run_node(
+            session_of(one_node_model("LeanAttention", ["seq_lens", *logits], attrs)), OPS["LeanAttention"], inputs
+        ).values(),
+    ):
+        output, lse = map(swap, found)
+        torch.testing.assert_close(output, exact, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, exact_lse, atol=1e-5, rtol=1e-5)
+
+
 # MergeAttention
 
 
