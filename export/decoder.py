@@ -277,8 +277,8 @@ def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
         heads = own.num_attention_heads
         head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
-            sizes = BATCH, lightning[layer].num_attention_heads, head_size, head_size
-            shapes[cache_name(layer, STATE)] = (torch.float32, sizes)
+            own_heads = lightning[layer].num_attention_heads
+            shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, own_heads, head_size, head_size))
         elif layer in normalized:
             sizes = BATCH, getattr(own, "num_key_value_heads", None) or heads, head_size
             if (rank := ranks.get(layer)) is not None:

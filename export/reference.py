@@ -395,9 +395,9 @@ def lean_attention(
     if world != 1:
         _check(world >= 1, f"{op}: world is {world}; expected 1 or more")
         _alone(op, communicator)
-        arguments = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table)
+        given = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table)
         output, lse, *caches = lean_attention(
-            *arguments,
+            *given,
             cos_cache=cos_cache,
             sin_cache=sin_cache,
             cu_query_lens=cu_query_lens,

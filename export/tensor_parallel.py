@@ -132,8 +132,8 @@ def _share_ours(undo: ExitStack, model: LinearDecoder, rank: int, world: int) ->
         names = (("up", "gate"), "down") if hasattr(layer, "down") else (("value", "gate"), "out")
         share.feed_forward(layer, [name for name in names[0] if getattr(layer, name) is not None], names[1])
     of_rank = {name: (dtype, (shape[0], len(own), *shape[2:])) for name, (dtype, shape) in states.items()}
-    undo.callback(vars(model).pop, "cache_shapes", None)
-    vars(model)["cache_shapes"] = lambda: of_rank
+    undo.callback(model.__dict__.pop, "cache_shapes", None)
+    model.__dict__["cache_shapes"] = lambda: of_rank
 
 
 def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
@@ -428,7 +428,7 @@ class _Layer:
     def _parameters(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> None:
         """Shares out what a layer has a number of for each head, and RMS norms over all heads; refuses other parameters that
         span several heads."""
-        size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 0
         replaced = {id(p) for child in module.children() if isinstance(child, (Linear, Reduced)) for p in child.parameters()}
         for path, parameter in module.named_parameters():
             if id(parameter) in replaced:
@@ -436,7 +436,7 @@ class _Layer:
             if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
                 _set(self.undo, module, path, _part(parameter, slice(own.start, own.stop)))
             elif parameter.shape != (size,):
-                self._norm(module, path, parameter, {heads * (size or 0): (own, size), kv_heads * (size or 0): (own_kv, size)})
+                self._norm(module, path, parameter, {heads * size: (own, size), kv_heads * size: (own_kv, size)})
 
     def _norm(self, module: Any, path: str, parameter: Parameter, known: dict[int, tuple[range, int]]) -> None:
         """An RMS norm over all heads. known: {its width: (the rank's heads, channels of one)}."""
