@@ -16,12 +16,14 @@ import hmac
 import json
 import math
 import socket
+import sys
 import time
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +46,8 @@ from leanfleet.ort_ops.serving import ContinuousBatch
 from leanfleet.ort_ops.sessions import CUDA, default_providers, on_device
 from leanfleet.ranks import RankError
 
+Pieces = asyncio.Queue[tuple[int, Piece]]  # of an HTTP request: the answer's number, and what a step gave it
+SWITCH = 2e-4  # seconds; Python's own is 5e-3, several steps of a small model
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
@@ -250,6 +254,7 @@ class Server:
         self.batch, self.name, self.key, self.limits = batch, name, key, limits
         self.encoder, self.decoder = tokenizers
         self.encoding = asyncio.Lock()
+        self.mail: Mail | None = None
         self.max_waiting, self.started = max_waiting, int(time.time())
         self.metrics = Metrics(lambda: self.engine)
         routes = [
@@ -391,8 +396,8 @@ class Server:
             raise Refusal(400, f"n is {body.n}; a request may ask for {self.limits.answers} answers", "n")
         if len(prompts) * body.n > self.max_waiting:
             raise Refusal(400, f"{len(prompts) * body.n} answers are more than the {self.max_waiting} that may wait", "n")
-        pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        pieces: Pieces = asyncio.Queue()
+        mail = self.mail_to(asyncio.get_running_loop())
         answers: list[Answer] = []
         options = self.options(body)
         seed = uuid.uuid4().int % 2**62 if body.seed is None else body.seed % 2**62
@@ -400,7 +405,7 @@ class Server:
             for index in range(len(prompts) * body.n):
 
                 def tell(piece: Piece, index: int = index) -> None:
-                    loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
+                    mail.send(pieces, (index, piece))
 
                 prompt = prompts[index // body.n]
                 count = body.max_tokens or (room - len(prompt) if room else None)  # as far as the model goes
@@ -442,9 +447,66 @@ class Server:
             "top_logprobs": body.most_likely,
         }
 
+    def mail_to(self, loop: asyncio.AbstractEventLoop) -> Mail:
+        if self.mail is None or self.mail.loop is not loop:
+            self.mail = Mail(loop)
+        return self.mail
+
     def cancel(self, answers: list[Answer]) -> None:
         for answer in answers:
             self.engine.cancel(answer)
+
+
+class Mail:
+    """Brings what the engine's thread sends to queues of an event loop, with one wake-up for all that came since the last: a
+    step gives a token to each of many answers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.sent: deque[tuple[Pieces, tuple[int, Piece]]] = deque()
+        self.comes = False  # whether the loop will look; it says that it no longer will before it looks
+
+    def send(self, to: Pieces, what: tuple[int, Piece]) -> None:
+        """From any thread."""
+        self.sent.append((to, what))
+        if not self.comes:
+            self.comes = True
+            self.loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self) -> None:
+        self.comes = False
+        while self.sent:
+            to, what = self.sent.popleft()
+            to.put_nowait(what)
+
+
+def waiting_in(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
+    """What is in the queue now."""
+    while not pieces.empty():
+        yield pieces.get_nowait()
+
+
+def joined(pieces: Iterable[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+    """Pieces of each answer as one, for readers that are behind; failures stay pieces of their own."""
+    found: list[tuple[int, Piece]] = []
+    place: dict[int, int] = {}  # of an answer's last piece
+    for index, piece in pieces:
+        if index not in place or piece.reason in (FAILED, CANCELLED):
+            place[index] = len(found)
+            found.append((index, piece))
+            continue
+        before = found[place[index]][1]
+        found[place[index]] = (
+            index,
+            replace(
+                piece,
+                text=before.text + piece.text,
+                tokens=before.tokens + piece.tokens,
+                logprobs=before.logprobs + piece.logprobs,
+                likeliest=before.likeliest + piece.likeliest,
+            ),
+        )
+    return found
 
 
 class Stream(StreamingResponse):
@@ -464,9 +526,7 @@ class Stream(StreamingResponse):
 class Reply:
     """The answers of one HTTP request, as they come."""
 
-    def __init__(
-        self, server: Server, kind: str, body: Asked, answers: list[Answer], pieces: asyncio.Queue[tuple[int, Piece]]
-    ) -> None:
+    def __init__(self, server: Server, kind: str, body: Asked, answers: list[Answer], pieces: Pieces) -> None:
         self.server, self.kind, self.body, self.answers, self.pieces = server, kind, body, answers, pieces
         self.head = {
             "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}",
@@ -482,21 +542,22 @@ class Reply:
         try:
             while left:
                 try:
-                    index, piece = await asyncio.wait_for(self.pieces.get(), max(self.deadline - time.monotonic(), 0))
+                    first = await asyncio.wait_for(self.pieces.get(), max(self.deadline - time.monotonic(), 0))
                 except TimeoutError:
                     raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds") from None
-                if piece.reason == FAILED:
-                    left -= 1
-                    self.server.metrics.answers.labels(FAILED).inc()
-                    raise Refusal(503, piece.message.splitlines()[0][:300] if piece.message else "the runtime failed")
-                if piece.reason == CANCELLED:
-                    raise Refusal(503, "the server ended before the answer did")
-                self.tokens += len(piece.tokens)
-                self.server.metrics.generated.inc(len(piece.tokens))
-                if piece.reason:
-                    left -= 1
-                    self.server.metrics.answers.labels(piece.reason).inc()
-                yield index, piece
+                for index, piece in joined([first, *waiting_in(self.pieces)]):
+                    if piece.reason == FAILED:
+                        left -= 1
+                        self.server.metrics.answers.labels(FAILED).inc()
+                        raise Refusal(503, piece.message.splitlines()[0][:300] if piece.message else "the runtime failed")
+                    if piece.reason == CANCELLED:
+                        raise Refusal(503, "the server ended before the answer did")
+                    self.tokens += len(piece.tokens)
+                    self.server.metrics.generated.inc(len(piece.tokens))
+                    if piece.reason:
+                        left -= 1
+                        self.server.metrics.answers.labels(piece.reason).inc()
+                    yield index, piece
         finally:
             if left:
                 self.server.metrics.answers.labels(CANCELLED).inc(left)
@@ -686,4 +747,6 @@ def run(server: Server, host: str, port: int, grace: float, started: Callable[[s
         async def on_tick(self, counter: int) -> bool:
             return bool(server.batch.over) or await super().on_tick(counter)
 
+    # The engine's thread gets the interpreter back this soon from the loop's, which is busy with many streams: its step waits.
+    sys.setswitchinterval(SWITCH)
     Announced(config).run([bound])

@@ -1,5 +1,6 @@
 """`leanfleet serve`: OpenAI's own client, streams, limits, clients that go away, and load."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -42,6 +43,47 @@ def folder(tmp_path_factory):
     byte_tokenizer().save_pretrained(models / "llama")
     assert cli.main(["export", str(models / "llama"), str(models / "tiny"), "--serve"]) == 0
     return models / "tiny"
+
+
+def test_pieces_that_wait_are_told_as_one():
+    """Of each answer, in order, with how it ended; a failure stays one of its own. Senders are many, and wake the loop once."""
+    piece = engine.Piece
+    waiting = [
+        (0, piece("a", (1,), (-0.5,), ((),))),
+        (1, piece("x", (7,), (-1.0,), (((7, -1.0),),))),
+        (0, piece("b", (2,), (-0.25,), ((),), engine.LENGTH)),
+        (1, piece("", reason=engine.FAILED, message="no")),
+    ]
+    first, second, failure = serve.joined(waiting)
+    assert first == (0, piece("ab", (1, 2), (-0.5, -0.25), ((), ()), engine.LENGTH))
+    assert (second, failure) == (waiting[1], waiting[3])
+
+    async def receive(senders, count):
+        loop, queues, wakes = asyncio.get_running_loop(), [asyncio.Queue() for _ in range(senders)], 0
+        mail = serve.Mail(loop)
+        deliver, seen = mail.deliver, [[] for _ in queues]
+
+        def counted():
+            nonlocal wakes
+            wakes += 1
+            deliver()
+
+        mail.deliver = counted
+
+        def send(number):
+            for i in range(count):
+                mail.send(queues[number], (number, i))
+
+        threads = [threading.Thread(target=send, args=(n,)) for n in range(senders)]
+        for thread in threads:
+            thread.start()
+        for number, queue in enumerate(queues):
+            while len(seen[number]) < count:
+                seen[number].append((await asyncio.wait_for(queue.get(), 30))[1])
+        return seen, wakes
+
+    seen, wakes = asyncio.run(receive(4, 2000))
+    assert all(numbers == list(range(2000)) for numbers in seen) and wakes < 8000
 
 
 class Running(http_server.Running):
