@@ -116,6 +116,7 @@ LEFT = {
     "linear_methods_decay_h200": "leanfleet bench --load bench/kernels/triton_baselines.py, minutes a method",
     "linear_methods_none_h200": "the same",
     "llama_cpp_cpu": "needs llama-cpp-python and a folder that leanfleet export wrote: models.llama_cpp",
+    "serve_1b_h100": "needs a folder of models.serving export --shape llama-3.2-1b --ways continuous: models.serve",
     "serve_cpu": "needs a folder that leanfleet export --serve wrote: models.serve",
     "speculate_cpu": "needs a folder that leanfleet export --serve wrote: models.speculate",
     "train_parity_h200": "an hour of training: models.train_parity train",
