@@ -31,7 +31,7 @@ struct PeerState {
   uint32_t arrived;  // CTAs that have ended it
 };
 // The first: one of the last that 32 bits hold, so that what happens behind them happens soon.
-constexpr uint32_t kFirstExchange = 0xffffff00u;
+constexpr uint32_t kFirstExchange = 0xffffffe0u;
 
 // What a kernel gets.
 struct PeerView {

@@ -73,7 +73,11 @@ def test_merge_attention(merging, dtype):
 
 @pytest.fixture(scope="module")
 def exchanging(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["AllReduce", "AllGather"])
+    yield build(tmp_path_factory.mktemp("simulated"), ["AllReduce", "AllGather"])
+    for name in os.listdir("/dev/shm"):  # memory of ranks that were ended
+        if found := re.fullmatch(r"simulated-gpu-(\d+)-\d+", name):
+            if not os.path.exists(f"/proc/{found[1]}"):
+                os.unlink(f"/dev/shm/{name}")
 
 
 @pytest.mark.parametrize("world", (2, 3, 8))

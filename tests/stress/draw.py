@@ -77,8 +77,16 @@ def is_name(attr):
     return attr.type == "string" and not attr.values
 
 
+def exchanges(op, attrs=None):
+    """Whether calls of an operator need a communicator. Of those with keys of several ranks, worlds of one are drawn."""
+    alone = any(a.name == "world" for a in op.attrs) and not any(t.repeats == "world" for t in op.outputs)
+    return any(map(is_name, op.attrs)) and (not alone or (attrs or {}).get("world", 1) > 1)
+
+
 def names(case):
     """Those of the communicators that a call takes."""
+    if not exchanges(OPS[case.op], case.attrs):
+        return set()
     return {case.attrs.get(a.name, a.default) for a in OPS[case.op].attrs if is_name(a)} - {""}
 
 
@@ -102,7 +110,7 @@ def _drawn(source, op, runtime):
     chance = source.choice((0.2, 0.5, 0.8))
     present = {name for name in optional if source.random() < chance}
     attrs = {a.name: draw_attribute(source, a) for a in op.attrs if not a.refuse and source.random() < 0.6}
-    attrs |= {t.repeats: 1 for t in op.outputs if t.repeats in attrs}  # communicators are worlds of one
+    attrs |= {"world": 1} if "world" in attrs else {}  # communicators are worlds of one
     if not repair(source, op, present, attrs):
         return None
     present |= {t.name for t in op.inputs if not t.optional}

@@ -36,7 +36,7 @@ FAULTS = [
     ("appended rows take the first head's scales of columns", "lean_attention/cpu_kernel.cpp", "scales.in + head * n : scales.in;", "scales.in : scales.in;", "LeanAttention"),
     ("the last of an odd number of values in pairs is lost", "lean_attention/cpu_kernel.cpp", "dv, (n + 1) / 2, scratch.output", "dv, n / 2, scratch.output", "LeanAttention"),
     ("threads share the scratch of the first", "lean_attention/op.cpp", "kernel(args, work, ranges, range, scratch + task * stride);", "kernel(args, work, ranges, range, scratch);", "LeanAttention"),
-    ("the new tokens of a request may be more than its keys", "lean_attention/op.cpp", "if (tokens > keys) return too_many(at(", "if (tokens < 0) return too_many(at(", "LeanAttention"),
+    ("the new tokens of a request may be more than its keys", "lean_attention/op.cpp", "if (tokens > keys && !no_share) return too_many(at(", "if (tokens < 0) return too_many(at(", "LeanAttention"),
     ("the state gives a token too old", "causal_conv/cpu_kernel.cpp", "piece.state + (i + j) * width + c", "piece.state + j * width + c", "CausalConv"),
     ("the last row of padding is left unwritten", "causal_conv/op.cpp", "static_cast<size_t>(args.tokens - own.end) * row_bytes", "static_cast<size_t>(args.tokens - own.end - (args.tokens > own.end)) * row_bytes", "CausalConv"),
     ("pool rows that nobody names are not kept", "core/requests.cpp", "if (!named[row])", "if (named[row] > 1)", "CausalConv"),
@@ -75,7 +75,7 @@ FAULTS = [
     ("what may begin a stop text is told at once", "leanfleet/generation.py", "keep = next((n for n in range(most, 0, -1)", "keep = next((n for n in range(0, 0, -1)", "llama"),
     ("a known page that is read again may be given away", "leanfleet/pages.py", "            self._idle.pop(page, None)\n            pages.append(page)", "            pages.append(page)", "llama"),
     ("a page is known by its own tokens alone", "leanfleet/pages.py", "key = before, tuple(tokens)", "key = ROOT, tuple(tokens)", "llama"),
-    ("an answer is of whoever asked first", "leanfleet/serve.py", "(index, piece))", "(0, piece))", "llama"),
+    ("an answer is of whoever asked first", "leanfleet/serve.py", "mail.send(pieces, (index, piece))", "mail.send(pieces, (0, piece))", "llama"),
     ("a lack of memory is told to be success", "capi/guarded.h", 'nothing is known of its outputs", what);', 'nothing is known of its outputs", what);\n    return 0;', "memory"),
     ("a thread that cannot be made ends the process", "core/thread_pool.cpp", "} catch (const std::exception&) {  // a limit", "} catch (const int&) {  // a limit", "memory"),
     ("a forked child takes its parent's threads for its own", "core/thread_pool.cpp", "[] { shared.store(nullptr); }", "[] {}", "fork"),
@@ -87,8 +87,8 @@ FAULTS = [
 # The same of CUDA kernels, but for the last: what else a search needs.
 RACE = ["--sanitizer", "racecheck"]
 CUDA_FAULTS = [
-    ("the last column of a merged row is lost", "merge_attention/kernel.cu", "for (int64_t i = lane; i < args.width;", "for (int64_t i = lane; i + 1 < args.width;", "MergeAttention", []),
-    ("parts are merged without the sum of weights", "merge_attention/kernel.cu", "(expf(lse - largest) / sum)", "expf(lse - largest)", "MergeAttention", []),
+    ("the last column of a merged row is lost", "core/merge_parts.cu", "for (int64_t i = lane; i < args.width;", "for (int64_t i = lane; i + 1 < args.width;", "MergeAttention", []),
+    ("parts are merged without the sum of weights", "core/merge_parts.cu", "(expf(lse - largest) / sum)", "expf(lse - largest)", "MergeAttention", []),
     ("rows that are no whole chunks are read in chunks", "gated_activation/kernel.cu", "bool wide = args.width / args.heads % kChunk == 0;", "bool wide = true;", "GatedActivation", []),
     ("a token before the request is taken from the input", "causal_conv/kernel.cu", "if (from >= back) load(", "if (from + 1 >= back) load(", "CausalConv", []),
     ("the tile's request is looked for from the first on", "causal_conv/kernel.cu", "while (q + 1 < args.requests && offset(args, q + 1) <= row) ++q;", "if (q + 1 < args.requests && offset(args, q + 1) < row) ++q;", "CausalConv", []),

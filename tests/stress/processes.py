@@ -65,7 +65,7 @@ def place(index):
 def draw(seed, index):
     source = random.Random(f"{seed}:processes:{index}")
     # Operators that a communicator carries out need one in every process: tests/operators/test_collectives.py.
-    local = [n for n, op in calls.OPS.items() if not any(map(calls.is_name, op.attrs))]
+    local = [n for n, op in calls.OPS.items() if not calls.exchanges(op)]
     op, act_name = local[index % len(local)], place(index)[0]
     # NumPy, in which sessions are fed, has no fp8.
     fed = {"int8", "uint8"} if act_name.startswith("session") else set(spec.TYPES["C"])

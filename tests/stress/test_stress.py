@@ -243,9 +243,7 @@ def test_everything_in_the_schema_is_drawn():
         wanted |= {(op.name, t.name, len(s.axes)) for t in op.inputs for s in t.shapes}
         wanted |= {(op.name, t.name, None) for t in op.inputs if t.optional}
         wanted |= {(op.name, a.name, v) for a in op.attrs for v in a.values if v not in a.reference_only}
-        wanted |= {
-            (op.name, a.name, "other") for a in op.attrs if not a.refuse and a.name not in [t.repeats for t in op.outputs]
-        }
+        wanted |= {(op.name, a.name, "other") for a in op.attrs if not a.refuse and a.name != "world"}  # one process a call
         assert wanted <= seen, wanted - seen
 
 

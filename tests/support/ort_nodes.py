@@ -26,7 +26,7 @@ VARIANTS = {
         ([*CACHE, *NEW, "cu_seqlens"], {"append": 1}, {}),
         ([*CACHE, *NEW, "block_table"], {"append": 1, "layout": "bnhd"}, {}),
         (["block_table"], {}, {"H": 14}),
-        (["seq_lens", "sinks"], {}, {"Nq": 1, "S": 65}),
+        (["seq_lens", "sinks"], {"world": 1, "communicator": "tp"}, {"Nq": 1, "S": 65}),
         ([*CACHE, *NEW, "cos_cache", "sin_cache"], {"append": 1, "layout": "bnhd"}, {}),
         (["block_table", "cos_cache", "sin_cache"], {"rotary_interleaved": 1}, {}),
         (CACHE, {"append": 1, "packed_qkv": 1, "layout": "bnhd"}, {}),

@@ -79,6 +79,11 @@ cudaError_t last_error = cudaSuccess;
 uint64_t products = 0, group_products = 0;
 std::map<void*, std::pair<std::string, size_t>> allocations;  // by address: name and bytes
 std::map<void*, size_t> opened;                               // those of other processes
+struct Cleaner {                                              // at the process's end
+  ~Cleaner() {
+    for (const auto& [memory, named] : allocations) shm_unlink(named.first.c_str());
+  }
+} cleaner;
 
 std::mt19937& order() {
   static std::mt19937 generator([] {
@@ -337,7 +342,7 @@ cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   char name[sizeof(cudaIpcMemHandle_t)];
   static std::atomic<int> count{0};
-  std::snprintf(name, sizeof name, "/leanfleet-simulated-%d-%d", static_cast<int>(getpid()), count++);
+  std::snprintf(name, sizeof name, "/simulated-gpu-%d-%d", static_cast<int>(getpid()), count++);
   const int file = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
   const bool sized = file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0;
   *memory = sized ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
