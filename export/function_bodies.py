@@ -316,8 +316,7 @@ def _lean_attention(ops, x, a, ranks):
     """Packed new tokens are spread to rows of padding, and the outputs packed again. Keys of several ranks count as if all had
     these."""
     if a.world != 1:
-        if not 1 <= a.world <= communicators.MAX_RANKS:
-            raise ValueError(f"LeanAttention: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
+        _check_world("LeanAttention", a.world)
         alone = [SimpleNamespace(**{**vars(x), "sinks": None}), SimpleNamespace(**{**vars(a), "world": 1})]
         output, lse, *caches = _lean_attention(ops, *alone, ranks)
         of_ranks = ops.Add(lse, math.log(a.world))
@@ -1234,9 +1233,13 @@ def _all_reduce(ops, x, a, ranks):
     return [ops.Identity(x.input)]
 
 
+def _check_world(op, world):
+    if not 1 <= world <= communicators.MAX_RANKS:
+        raise ValueError(f"{op}: world is {world}; expected 1 to {communicators.MAX_RANKS}")
+
+
 def _all_gather(ops, x, a, ranks):
-    if not 1 <= a.world <= communicators.MAX_RANKS:
-        raise ValueError(f"AllGather: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
+    _check_world("AllGather", a.world)
     return [ops.Concat(*[x.input] * a.world, axis=0)]
 
 

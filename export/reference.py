@@ -391,30 +391,12 @@ def lean_attention(
     value_scale_out. A row that sees nothing has output 0 and
     lse -inf, or the sink; padding rows and empty requests have output 0 and lse -inf.
     """
+    given = locals()
     op = "LeanAttention"
     if world != 1:
         _check(world >= 1, f"{op}: world is {world}; expected 1 or more")
         _alone(op, communicator)
-        given = (query, key_cache, value_cache, seq_lens, query_lens, new_key, new_value, cu_seqlens, block_table)
-        output, lse, *caches = lean_attention(
-            *given,
-            cos_cache=cos_cache,
-            sin_cache=sin_cache,
-            cu_query_lens=cu_query_lens,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            append=append,
-            layout=layout,
-            rotary_interleaved=rotary_interleaved,
-            packed_qkv=packed_qkv,
-            key_per_token=key_per_token,
-            value_per_token=value_per_token,
-            compute_dtype=compute_dtype,
-        )
+        output, lse, *caches = lean_attention(**given | {"world": 1, "sinks": None})
         of_ranks = lse + math.log(world)
         if sinks is None:
             return output, of_ranks, *caches

@@ -141,7 +141,8 @@ def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
     recurrent = {id(module) for module in _recurrent_layers(model).values()}
     done: set[int] = set()  # decoder layers whose feed-forward layers are shared out: some have attention beside a scan
-    for layer, attention in _layers(model, recurrent):
+    layers = _layers(model, recurrent)
+    for layer, attention in layers:
         path = next(path for path, m in model.named_modules() if m is attention)
         share = _Layer(undo, rank, world, f"{type(model).__name__}: layer {path} ({type(attention).__name__})")
         if id(attention) not in recurrent:
@@ -155,7 +156,7 @@ def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
         if id(layer) not in done:
             done.add(id(layer))
             _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
-    if len(recurrent) == len(done) and not any(id(m) not in recurrent for _, m in _layers(model, recurrent)):
+    if all(id(module) in recurrent for _, module in layers):
         return  # nothing attends, and heads in the configuration are the recurrence's
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     own = shares(kv_heads, world)[rank]

@@ -4,10 +4,9 @@
 
 starts a process a GPU and writes OUT.json and OUT.md. Every time is that of one exchange in a CUDA graph of 20, the median over
 replays of the slowest rank; torch.distributed's loop of 20 is captured too. Ours go through the GPUs' memory up to 512 KiB a
-rank, and through NCCL in the columns that say so, as torch.distributed's do; its one-shot sum is that of symmetric memory. At
-the end the last rank dies
-while the others wait for it: `dead_rank` says what they are told, and after how many seconds. NVLink multicast (NVLS) stays off
-unless NCCL_NVLS_ENABLE says otherwise.
+rank, and through NCCL in the columns that say so, as torch.distributed's do; its one-shot sum, where it has one here, is that
+of symmetric memory. At the end the last rank dies while the others wait for it: `dead_rank` says what they are told, and after
+how many seconds. NVLink multicast (NVLS) stays off unless NCCL_NVLS_ENABLE says otherwise.
 """
 
 import argparse
@@ -112,7 +111,7 @@ def time_exchanges(rank: int, world: int, rounds: int) -> list[dict]:
 
 
 def symmetric_sum(x: torch.Tensor):
-    """torch's one-shot sum over symmetric memory, or None where this torch or machine has none."""
+    """torch's one-shot sum over symmetric memory, or None where this torch or machine has none: rank 0 says why."""
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -122,7 +121,9 @@ def symmetric_sum(x: torch.Tensor):
         own.copy_(x)
         torch.ops.symm_mem.one_shot_all_reduce(own, "sum", group)
         torch.cuda.synchronize()
-    except (ImportError, AttributeError, RuntimeError):
+    except (ImportError, AttributeError, RuntimeError) as error:
+        if torch.distributed.get_rank() == 0:
+            print(f"no one-shot sum of torch: {error}".splitlines()[0], flush=True)
         return None
     return lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", group)
 
@@ -222,13 +223,11 @@ def table(report: dict) -> str:
     names = list(report["rows"][0]["us"])
     lines = [f"| KB a rank | {' µs | '.join(names)} µs |", "|---" * (1 + len(names)) + "|"]
     for row in report["rows"]:
-        cells = (f"{row['us'][n]:.1f}" if n in row["us"] else "" for n in names)
-        lines.append("| " + " | ".join([str(row["kilobytes"]), *cells]) + " |")
-    if merges := report.get("merges"):
-        names = list(merges[0]["us"])
-        lines += ["", f"| attention, rows x columns | {' µs | '.join(names)} µs |", "|---" * (1 + len(names)) + "|"]
-        for row in merges:
-            lines.append(f"| {row['rows']} x {row['width']} | " + " | ".join(f"{row['us'][n]:.1f}" for n in names) + " |")
+        lines.append("| " + " | ".join([str(row["kilobytes"]), *(f"{row['us'][n]:.1f}" for n in names)]) + " |")
+    names = list(report["merges"][0]["us"])
+    lines += ["", f"| attention, rows x columns | {' µs | '.join(names)} µs |", "|---" * (1 + len(names)) + "|"]
+    for row in report["merges"]:
+        lines.append(f"| {row['rows']} x {row['width']} | " + " | ".join(f"{row['us'][n]:.1f}" for n in names) + " |")
     return "\n".join(lines) + "\n"
 
 

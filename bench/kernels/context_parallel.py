@@ -216,9 +216,7 @@ def geometric(values):
 
 def table(report):
     """Of the fixed shapes, and a sentence on the drawn ones."""
-    names = tuple(
-        n for n in ("one GPU", "heads", "context", "NCCL", "share", "torch", "exchange") if n in report["rows"][0]["us"]
-    )
+    names = ("one GPU", "heads", "context", "NCCL", "share", "torch")
     lines = [
         f"Attention of one token on {report['gpus']} x {report['gpu']}, float16, µs. Best: one GPU's time over the better of "
         "heads and context.",

@@ -56,11 +56,7 @@ Status gather_on_cpu(const Call& call, const CpuTarget&, Workspace& ws) {
   return ws.counting() ? Status{} : gather(call, Engine::kSharedMemory, nullptr, copy_on_cpu);
 }
 
-Status check_world(const Call& call) {
-  const int64_t world = call.attrs[all_gather::kAttrWorld].i;
-  if (world <= kMaxRanks) return {};
-  return call.invalid("attribute world is " + std::to_string(world) + "; expected 1 to " + std::to_string(kMaxRanks));
-}
+Status check_gather(const Call& call) { return check_world(call, call.attrs[all_gather::kAttrWorld].i); }
 
 #ifdef LEANFLEET_CUDA
 Status reduce_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
@@ -86,6 +82,6 @@ constexpr Status (*gather_on_cuda)(const Call&, const CudaTarget&, Workspace&) =
 }  // namespace collectives
 
 const OpImpl all_reduce::kImpl = {nullptr, nullptr, collectives::reduce_on_cpu, collectives::reduce_on_cuda};
-const OpImpl all_gather::kImpl = {collectives::check_world, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
+const OpImpl all_gather::kImpl = {collectives::check_gather, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
 
 }  // namespace leanfleet

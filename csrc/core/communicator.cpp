@@ -111,6 +111,11 @@ Status communicator_of(const Call& call, const std::string& name, int64_t world,
                       std::to_string((*found)->world) + " ranks");
 }
 
+Status check_world(const Call& call, int64_t world) {
+  if (world <= kMaxRanks) return {};
+  return call.invalid("attribute world is " + std::to_string(world) + "; expected 1 to " + std::to_string(kMaxRanks));
+}
+
 Status with_node(const Call& call, const Status& status) {
   return status.ok() ? status : Status{status.code, call.invalid(status.message).message};
 }

@@ -68,6 +68,8 @@ Status create_communicator(const CommunicatorSetup& setup);
 Status add_communicator(std::shared_ptr<Communicator> communicator);
 // Null: there is none.
 std::shared_ptr<Communicator> find_communicator(const std::string& name, Engine engine);
+// Refuses more ranks than a communicator has.
+Status check_world(const Call& call, int64_t world);
 // The one that a node names, or an error that names the node and says how to create it.
 Status communicator_of(const Call& call, const std::string& name, Engine engine, std::shared_ptr<Communicator>* found);
 // The same for a node that says how many ranks there are.

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "core/merge_parts.h"
-#include "core/sinks.cuh"
+#include "core/merge_weights.cuh"
 
 namespace leanfleet::merge_parts {
 
@@ -16,28 +16,18 @@ constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps) MergeKernel(Args args) {
-  constexpr float kNothing = -INFINITY;
   const int lane = threadIdx.x % 32;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < args.rows; row += int64_t{gridDim.x} * kWarps) {
     const float* const lses = args.partial_lse + row;
-    float largest = kNothing, sum = 0.0f;
-    bool some = false;
-    for (int64_t w = 0; w < args.parts; ++w) largest = fmaxf(largest, lses[w * args.rows]);
-    for (int64_t w = 0; w < args.parts; ++w) {
-      const float lse = lses[w * args.rows];
-      if (lse == kNothing) continue;
-      some = true;
-      sum += expf(lse - largest);
-    }
-    if (some) add_sink(args.sinks, row, largest, sum);
-    if (lane == 0) args.lse[row] = some ? largest + logf(sum) : kNothing;
+    const RowWeights weights = weigh([&](int64_t w) { return lses[w * args.rows]; }, args.parts, args.sinks, row);
+    if (lane == 0) args.lse[row] = weights.lse();
     for (int64_t i = lane; i < args.width; i += 32) {
       float total = 0.0f;
       for (int64_t w = 0; w < args.parts; ++w) {
         const float lse = lses[w * args.rows];
-        if (lse == kNothing) continue;  // its output may hold anything
+        if (lse == kNothing) continue;
         const T part = static_cast<const T*>(args.partial_output)[(w * args.rows + row) * args.width + i];
-        total += static_cast<float>(part) * (expf(lse - largest) / sum);
+        total += static_cast<float>(part) * weights.of(lse);
       }
       static_cast<T*>(args.output)[row * args.width + i] = static_cast<T>(total);
     }

@@ -167,7 +167,8 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     }
     board_->remove_name();
 #ifdef LEANFLEET_CUDA
-    LEANFLEET_RETURN_IF_ERROR(PeerWindows::open(setup, *board_, &windows_));
+    const Status windows = PeerWindows::open(setup, *board_, &windows_);
+    if (!windows.ok()) return {windows.code, message(windows.message)};
 #endif
     ending();
     watch_ = std::thread([this] { watch(); });
@@ -243,9 +244,7 @@ class NcclCommunicator : public Communicator, public std::enable_shared_from_thi
     return launched(stream,
                     error == 0 ? Status{} : Status{Code::kCuda, message(what + (" failed: " + cuda_error_text(error)))});
   }
-#endif
 
-#ifdef LEANFLEET_CUDA
   // Kernels may still write into the others' windows.
   void end_windows() {
     const auto wait = [&](double seconds) {

@@ -85,9 +85,7 @@ Status PeerWindows::open(const CommunicatorSetup& setup, const Board& board, std
         if (seat_of(board, other).says.load(std::memory_order_acquire) >= step) continue;  // it said so, and has left since
         const bool late = std::chrono::duration<double>(Clock::now() - begin).count() > setup.timeout_s;
         if (!absent.empty() || late)
-          return {Code::kPeer, "communicator '" + setup.name + "', rank " + std::to_string(setup.rank) + " of " +
-                                   std::to_string(setup.world) + ": " +
-                                   (late ? "rank " + std::to_string(other) + " has not opened its window in time" : absent)};
+          return {Code::kPeer, late ? "rank " + std::to_string(other) + " has not opened its window in time" : absent};
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       all = all && says != kCannot;

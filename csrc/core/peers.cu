@@ -1,6 +1,6 @@
 // One kernel an exchange: a thread writes its lines into all ranks' windows, then waits for the others' lines of the same
-// numbers. CTA i waits for CTAs up to i alone, its own GPU's and the others' (of its own for the LSE of a row that began there):
-// CTAs start in their order, so that a grid may be larger than the GPU.
+// numbers. CTA i waits for CTAs up to i alone, its own GPU's and the others' (of its own for the LSE of a row that began
+// there): CTAs start in their order, so that a grid may be larger than the GPU.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 #include <algorithm>
 
 #include "core/integers.h"
+#include "core/merge_weights.cuh"
 #include "core/peer_lines.cuh"
-#include "core/sinks.cuh"
 
 namespace leanfleet {
 
@@ -64,9 +64,9 @@ __device__ void send(const PeerView& view, uint32_t number, int64_t line, Data d
       write_line(slot(view, view.windows[to], number, view.rank) + line, data.low, data.high, number);
 }
 
-// A line of all ranks, this rank's own being there already unless kOwn. False: the communicator has failed.
+// A line of all ranks; this rank's is `own`, with kOwn the one in its window. False: the communicator has failed.
 template <int kWorld, bool kOwn = false>
-__device__ bool receive(const PeerView& view, PeerLine* window, uint32_t number, int64_t line, Data (&all)[kWorld]) {
+__device__ bool receive(const PeerView& view, PeerLine* window, uint32_t number, int64_t line, Data own, Data (&all)[kWorld]) {
   PeerLine got[kWorld];
   const auto comes = [&](int from) { return from < view.world && (kOwn || from != view.rank); };
   const auto look = [&](int from) { return read_line(slot(view, window, number, from) + line); };
@@ -75,6 +75,7 @@ __device__ bool receive(const PeerView& view, PeerLine* window, uint32_t number,
     if (comes(from)) got[from] = look(from);
 #pragma unroll
   for (int from = 0; from < kWorld; ++from) {
+    all[from] = own;
     if (!comes(from)) continue;
     for (uint32_t turn = 1; got[from].low_number != number || got[from].high_number != number; ++turn) {
       if (turn % kLooks == 0 && *static_cast<const volatile uint32_t*>(view.stop) != 0) return false;
@@ -125,10 +126,9 @@ __device__ Data rounded(const float (&total)[kLineBytes / sizeof(T)]) {
   return data;
 }
 
-// Summed in float32 and in the order of the ranks: the same bits on all. output may be input.
-template <class T, int kWorld>
-__global__ void __launch_bounds__(kThreads)
-    PeerSumKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
+// An exchange of `bytes` of each rank. take(place, lines of all ranks at this place, bytes from there on).
+template <int kWorld, class F>
+__device__ __forceinline__ void exchange(const PeerView& view, PeerLine* window, const char* input, int64_t bytes, F&& take) {
   const uint32_t number = number_of(view);
   if (number == 0) return;  // the communicator has failed
   bool failed = false;
@@ -136,42 +136,36 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t at = begin; at * kLineBytes < bytes; at += stride)
     send<kWorld>(view, number, at, load_data(input + at * kLineBytes, bytes - at * kLineBytes));
   for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
-    const int64_t left = bytes - at * kLineBytes;
+    const int64_t place = at * kLineBytes;
     Data all[kWorld];
-    const Data own = load_data(input + at * kLineBytes, left);
-    failed = !receive<kWorld>(view, window, number, at, all);
+    failed = !receive<kWorld>(view, window, number, at, load_data(input + place, bytes - place), all);
     if (failed) break;
+    take(place, all, bytes - place);
+  }
+  finish(view, window, number, failed);
+}
+
+// Summed in float32 and in the order of the ranks: the same bits on all. output may be input.
+template <class T, int kWorld>
+__global__ void __launch_bounds__(kThreads)
+    PeerSumKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
+  exchange<kWorld>(view, window, input, bytes, [&](int64_t place, const Data(&all)[kWorld], int64_t left) {
     float total[kLineBytes / sizeof(T)] = {};
 #pragma unroll
     for (int from = 0; from < kWorld; ++from)
-      if (from < view.world) add<T>(total, from == view.rank ? own : all[from]);
-    store_data(output + at * kLineBytes, rounded<T>(total), left);
-  }
-  finish(view, window, number, failed);
+      if (from < view.world) add<T>(total, all[from]);
+    store_data(output + place, rounded<T>(total), left);
+  });
 }
 
 template <int kWorld>
 __global__ void __launch_bounds__(kThreads)
     PeerGatherKernel(const PeerView view, PeerLine* window, const char* input, char* output, int64_t bytes) {
-  const uint32_t number = number_of(view);
-  if (number == 0) return;  // the communicator has failed
-  bool failed = false;
-  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x, stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
-    const Data own = load_data(input + at * kLineBytes, bytes - at * kLineBytes);
-    send<kWorld>(view, number, at, own);
-    store_data(output + view.rank * bytes + at * kLineBytes, own, bytes - at * kLineBytes);
-  }
-  for (int64_t at = begin; at * kLineBytes < bytes; at += stride) {
-    Data all[kWorld];
-    failed = !receive<kWorld>(view, window, number, at, all);
-    if (failed) break;
+  exchange<kWorld>(view, window, input, bytes, [&](int64_t place, const Data(&all)[kWorld], int64_t left) {
 #pragma unroll
     for (int from = 0; from < kWorld; ++from)
-      if (from < view.world && from != view.rank)
-        store_data(output + from * bytes + at * kLineBytes, all[from], bytes - at * kLineBytes);
-  }
-  finish(view, window, number, failed);
+      if (from < view.world) store_data(output + from * bytes + place, all[from], left);
+  });
 }
 
 // A thread has one line of a row. The row's LSEs are lines of their own, behind all others; also this rank's comes through its
@@ -180,7 +174,6 @@ template <class T, int kWorld>
 __global__ void __launch_bounds__(kThreads)
     PeerMergeKernel(const PeerView view, PeerLine* window, char* output, float* lse, int64_t rows, int64_t row_bytes,
                     int64_t row_lines, const merge_parts::Sinks sinks) {
-  constexpr float kNothing = -INFINITY;
   const uint32_t number = number_of(view);
   if (number == 0) return;  // the communicator has failed
   bool failed = false;
@@ -195,32 +188,25 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = at / row_lines, place = at % row_lines * kLineBytes, left = row_bytes - place;
     Data all[kWorld], lses[kWorld];
     const Data own = load_data(output + row * row_bytes + place, left);
-    failed = !receive<kWorld, true>(view, window, number, lines + row, lses) || !receive<kWorld>(view, window, number, at, all);
+    failed = !receive<kWorld, true>(view, window, number, lines + row, {}, lses) ||
+             !receive<kWorld>(view, window, number, at, own, all);
     if (failed) break;
-    float largest = kNothing, sum = 0.0f;
-    bool some = false;
-#pragma unroll
-    for (int from = 0; from < kWorld; ++from)
-      if (from < view.world) largest = fmaxf(largest, __uint_as_float(lses[from].low));
-#pragma unroll
-    for (int from = 0; from < kWorld; ++from) {
-      if (from >= view.world || __uint_as_float(lses[from].low) == kNothing) continue;
-      some = true;
-      sum += expf(__uint_as_float(lses[from].low) - largest);
-    }
-    if (some) merge_parts::add_sink(sinks, row, largest, sum);
+    const auto lse_of = [&](int64_t from) {
+      return from < view.world ? __uint_as_float(lses[from].low) : merge_parts::kNothing;
+    };
+    const merge_parts::RowWeights weights = merge_parts::weigh(lse_of, kWorld, sinks, row);
     float total[kLineBytes / sizeof(T)] = {};
 #pragma unroll
     for (int from = 0; from < kWorld; ++from) {
-      if (from >= view.world || __uint_as_float(lses[from].low) == kNothing) continue;  // its output may hold anything
-      const float share = expf(__uint_as_float(lses[from].low) - largest) / sum;
+      if (lse_of(from) == merge_parts::kNothing) continue;
+      const float weight = weights.of(lse_of(from));
       float part[kLineBytes / sizeof(T)] = {};
-      add<T>(part, from == view.rank ? own : all[from]);
+      add<T>(part, all[from]);
 #pragma unroll
-      for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) total[i] += part[i] * share;
+      for (int i = 0; i < kLineBytes / static_cast<int>(sizeof(T)); ++i) total[i] += part[i] * weight;
     }
     store_data(output + row * row_bytes + place, rounded<T>(total), left);
-    if (place == 0) lse[row] = some ? largest + logf(sum) : kNothing;
+    if (place == 0) lse[row] = weights.lse();
   }
   finish(view, window, number, failed);
 }
@@ -230,16 +216,6 @@ unsigned blocks_of(int64_t lines) {
 }
 
 int64_t lines_of(int64_t bytes) { return ceil_div(bytes, int64_t{kLineBytes}); }
-
-}  // namespace
-
-bool fits_peers(int64_t bytes) { return lines_of(bytes) <= kPeerLines; }
-
-bool fits_peers(const PartialAttention& part) {
-  return part.rows * (lines_of(part.width * element_size(part.dtype)) + 1) <= kPeerLines;
-}
-
-namespace {
 
 template <class T, int kWorld>
 int sum(const PeerView& view, const char* input, char* output, int64_t bytes, cudaStream_t stream) {
@@ -277,6 +253,12 @@ int merge_of_type(const PeerView& view, const PartialAttention& part, void* stre
 }
 
 }  // namespace
+
+bool fits_peers(int64_t bytes) { return lines_of(bytes) <= kPeerLines; }
+
+bool fits_peers(const PartialAttention& part) {
+  return part.rows * (lines_of(part.width * element_size(part.dtype)) + 1) <= kPeerLines;
+}
 
 int launch_peer_sum(const PeerView& view, const void* input, void* output, int64_t count, DType dtype, void* stream) {
   if (dtype == DType::kFloat32) return sum_of_type<float>(view, input, output, count, stream);

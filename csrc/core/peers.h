@@ -1,11 +1,13 @@
-// Exchanges straight through the memory of the other GPUs of a host: every rank has a window that all others write into, so that
-// an exchange of up to half a megabyte is one kernel. NCCL does the others.
+// Exchanges straight through the memory of the other GPUs of a host: every rank has a window that all others write into, so
+// that an exchange of up to half a megabyte is one kernel. NCCL does the others.
 //
 // Data go in lines of 16 bytes: 8 of data, and beside each half of them the number of the exchange. Who waits for a line reads
-// it until both numbers are right: no other signal is needed. Exchanges of a rank come one after the other: each of them writes the
-// number of the next into the rank's state, and 0 once the communicator has failed, behind which nothing is sent. A window has a slot for the lines of each rank in exchanges of even
-// number, and one in those of odd number. A rank that is at exchange n + 2 has got everything of n + 1, so that all have ended n,
-// whose slots it writes.
+// it until both numbers are right: no other signal is needed. A window has two slots for the lines of each rank, one for
+// exchanges of even number and one for those of odd number. A rank that is at exchange n + 2 has got everything of n + 1, so
+// that all have ended n, whose slots it writes.
+//
+// Exchanges of a rank come one after the other: each writes the number of the next into the rank's state, and 0 once the
+// communicator has failed, behind which nothing is sent.
 #pragma once
 
 #include <memory>
@@ -45,6 +47,7 @@ class PeerWindows {
  public:
   // All ranks call it. Null where one of them cannot: on another host, without access to the others' memory, without a GPU, or
   // with LEANFLEET_DIRECT=0. board: with buffers of kPeerBoardBytes.
+  // Errors name the rank at fault; who calls puts the communicator before them.
   static Status open(const CommunicatorSetup& setup, const Board& board, std::unique_ptr<PeerWindows>* opened);
   ~PeerWindows();
 

@@ -182,9 +182,7 @@ Status check_scale(const Call& call, int cache, int scale) {
 }
 
 Status check(const Call& call) {
-  if (world_of(call) > kMaxRanks)
-    return call.invalid("attribute world is " + std::to_string(world_of(call)) + "; expected 1 to " +
-                        std::to_string(kMaxRanks));
+  LEANFLEET_RETURN_IF_ERROR(check_world(call, world_of(call)));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kKeyCache, kKeyScale));
   LEANFLEET_RETURN_IF_ERROR(check_scale(call, kValueCache, kValueScale));
   const auto refuse = [&](const char* what, int64_t count, const char* unit) {

@@ -67,6 +67,13 @@ def contribution(rank, count, name):
     return (np.random.default_rng(rank).standard_normal(count) * (1 + rank)).astype(TYPES[name])
 
 
+def error_of_sum(found, parts, name):
+    """The largest error of a sum, in units of the type's rounding."""
+    exact, size = (sum(f(p.astype(np.float64)) for p in parts) for f in (np.array, np.abs))
+    eps = float(ml_dtypes.finfo(TYPES[name]).eps)
+    return float((np.abs(found.astype(np.float64) - exact) / (eps * np.abs(exact) + 2e-7 * size + 1e-7)).max())
+
+
 def digest(x):
     return hashlib.sha256(x.tobytes()).hexdigest()
 
@@ -82,13 +89,9 @@ def exchange(rank, world, ids):
         for name in TYPES:
             for count in (1, 7, 65, 131072, 300001):
                 parts = [contribution(r, count, name) for r in range(world)]
-                exact = sum(p.astype(np.float64) for p in parts)
-                size = sum(np.abs(p.astype(np.float64)) for p in parts)
                 for in_place in (False, True):
                     found = call("AllReduce", parts[rank].copy(), {}, in_place=in_place)
-                    error = np.abs(found.astype(np.float64) - exact)
-                    eps = float(ml_dtypes.finfo(TYPES[name]).eps)
-                    worst = max(worst, float((error / (eps * np.abs(exact) + 2e-7 * size + 1e-7)).max()))
+                    worst = max(worst, error_of_sum(found, parts, name))
                     sums.append(digest(found))
                 gathered = call("AllGather", parts[rank].reshape(1, -1), {"world": world}, world)
                 assert [digest(row) for row in gathered] == [digest(p) for p in parts]
@@ -270,21 +273,18 @@ def life_with_nccl(rank, world, id, library, how):
 
 
 def by_windows(rank, world, id, library, folder, seed):
-    """Exchanges on the simulated GPU of this process, through windows of shared memory: (how many went so, the largest error of
-    a sum and of merged attention in units of the type's rounding, digests of what all ranks have to have alike)."""
+    """Exchanges on the simulated GPU of this process, through windows of shared memory: (how many more went so than were called
+    for, the largest error of a sum in units of the type's rounding, digests of the sums)."""
     os.environ |= {"LEANFLEET_LIBRARY_DIR": folder, "LEANFLEET_SIMULATED_SEED": str(seed + rank)}
     draw, worst, alike, calls = np.random.default_rng(seed), 0.0, [], 0
     with communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=30) as made:
         for turn in range(60):  # numbers of exchanges begin anew on the way, and slots are cleared
             name = list(TYPES)[turn % 3]
-            eps = float(ml_dtypes.finfo(TYPES[name]).eps)
             count = int(draw.choice((1, 3, 4, 7, 64, 129, 1000))) if turn % 30 else 32768 // np.dtype(TYPES[name]).itemsize
             parts = [contribution(r + 10 * turn, count, name) for r in range(world)]
             if turn % 3 or turn < 15:
                 found = call("AllReduce", parts[rank].copy(), {}, in_place=turn % 2 == 0, device="cuda")
-                exact, size = (sum(f(p.astype(np.float64)) for p in parts) for f in (np.array, np.abs))
-                error = np.abs(found.astype(np.float64) - exact) / (eps * np.abs(exact) + 2e-7 * size + 1e-7)
-                worst, calls = max(worst, float(error.max())), calls + 1
+                worst, calls = max(worst, error_of_sum(found, parts, name)), calls + 1
                 alike.append(digest(found))
             if turn % 3 == 0:
                 found = call("AllGather", parts[rank].reshape(1, -1), {"world": world}, world, device="cuda")
