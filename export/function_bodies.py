@@ -526,7 +526,7 @@ def _with_ones(ops, x):
 
 
 def _log_decay(ops, log_decay, rank, layout, key):
-    """log_decay at its inner shape; `key` is at its own."""
+    """log_decay, or another number a token and state, at its inner shape; `key` is at its own."""
     if log_decay is None:
         return None
     if rank == 3:
@@ -672,6 +672,8 @@ def _pool_rows(ops, pool, state_index):
 def _causal_linear_decay(ops, x, a, ranks):
     query, key, value = _state_inputs(ops, a.layout, x.query, x.key, x.value)
     log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
+    if x.beta is not None:
+        key = ops.Mul(key, _log_decay(ops, x.beta, 3, a.layout, value))
     pool = x.initial_state
     if a.normalize:  # the normaliser is one more column of value, which is 1, and of the state
         value = _with_ones(ops, value)

@@ -762,6 +762,7 @@ def causal_linear_decay(
     initial_norm: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     state_index: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
     *,
     algorithm: str = "auto",
     scale: float = 1.0,
@@ -781,8 +782,9 @@ def causal_linear_decay(
     B. Offsets are clamped to [0, N]; tokens of no request have output 0.
     state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hv,R,Dv] and of norms
     [P,Hv,R], which must be given. A row outside the pool is zeros and is not written; none may come twice.
+    beta F [B,Hv,N]: of each token, what its key is multiplied by, for each state; absent: 1.
 
-    S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + k_i, and
+    S_i = γ_i S_{i-1} + β_i k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + β_i k_i, and
     o_i is divided by d_i = scale * q_i . z_i, where |d_i| is held at eps or more, sign kept (FA algorithm 1;
     d_i is the same operator on values of 1).
 
@@ -798,6 +800,9 @@ def causal_linear_decay(
     _check(initial_norm is None or normalize, f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
     rows = "Q" if state_index is None else "P"
     match("state_index", state_index, "I", "Q")
+    if beta is not None:
+        match("beta", beta, "F", "B Hv N*")
+        k = k * _swap(beta, layout).to(compute)[:, :, None, :, None]
     match("initial_state", initial_state, "F", f"{rows} Hv R Dv")
     match("initial_norm", initial_norm, "F", f"{rows} Hv R")
     _check(

@@ -590,9 +590,10 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
 
     With V' = [V, 1] one unnormalised call gives both, so one call of the Grad operator serves them: the state
     becomes [S, z] and the gradient of the augmented output [dO / den, -sum(dO * O) / den]. The second part is zero
-    where |den| was held at eps, because there the denominator is a constant.
+    where |den| was held at eps, because there the denominator is a constant. With beta the keys are those of every state,
+    times beta.
     """
-    query, key, value, log_decay, state, norm, cu_seqlens, state_index = ctx.saved_tensors
+    query, key, value, log_decay, state, norm, cu_seqlens, state_index, beta = ctx.saved_tensors
     attrs = ctx.attrs
     if not attrs["return_state"]:  # under torch.compile these are zeros of shape [0]
         grad_state = grad_norm = None
@@ -613,11 +614,17 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         grad_state=wants_state,
         layout=attrs["layout"],
     )
+    stored, key_and_beta = key, lambda dk: (dk, None)
+    if beta is not None:
+        stored, key_and_beta = _stored_keys(key, beta, value.shape[1 if attrs["layout"] == "bhnd" else 2], attrs["layout"])
     if not attrs["normalize"]:
-        dq, dk, dv, d_decay, d_state = differentiate(query, key, value, log_decay, state, grad_output, grad_state, cu_seqlens)
-        return dq, dk, dv, d_decay if wants_decay else None, d_state if wants_state else None, None, None, None
+        dq, dk, dv, d_decay, d_state = differentiate(
+            query, stored, value, log_decay, state, grad_output, grad_state, cu_seqlens
+        )
+        dk, d_beta = key_and_beta(dk)
+        return dq, dk, dv, d_decay if wants_decay else None, d_state if wants_state else None, None, None, None, d_beta
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v, do = (t.to(wide) for t in (query, key, value, grad_output))
+    q, k, v, do = (t.to(wide) for t in (query, stored, value, grad_output))
     ones = torch.ones_like(v[..., :1])
     v_aug = torch.cat([v, ones], dim=-1)
     state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
@@ -640,9 +647,25 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         right = grad_norm if grad_norm is not None else q.new_zeros(shape)
         d_final = torch.cat([left, right.unsqueeze(-1)], dim=-1)
     dq, dk, dv_aug, d_decay, d_aug = differentiate(q, k, v_aug, log_decay, state_aug, do_aug, d_final, cu_seqlens)
+    dk, d_beta = key_and_beta(dk)
     dq, dk, dv = (g.to(query.dtype) for g in (dq, dk, dv_aug[..., :-1]))
     d_state, d_norm = (d_aug[..., :-1], d_aug[..., -1]) if wants_state else (None, None)
-    return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None
+    return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None, d_beta
+
+
+def _stored_keys(key, beta, states, layout):
+    """beta_i k_i of each of so many states, and a function from its gradient to those of key and beta."""
+    heads = 1 if layout == "bhnd" else 2
+    share = states // key.shape[heads]
+    wide = torch.promote_types(key.dtype, torch.float32)
+    own, by = key.to(wide).repeat_interleave(share, heads), beta.to(wide).unsqueeze(-1)
+
+    def gradients(d_stored):
+        d_stored = d_stored.to(wide)
+        dk = (d_stored * by).unflatten(heads, (-1, share)).sum(heads + 1)
+        return dk.to(key.dtype), (d_stored * own).sum(-1).to(beta.dtype)
+
+    return (own * by).to(key.dtype), gradients
 
 
 def _delta_backward(ctx, grad_output, grad_state):

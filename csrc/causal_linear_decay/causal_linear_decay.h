@@ -20,6 +20,7 @@ namespace leanfleet::causal_linear_decay {
 struct Inputs {
   const void *query, *key, *value;  // T [B,Hq,N,R], [B,Hk,N,R], [B,Hv,N,Dv]
   const float* log_decay;           // ln γ in [-inf, 0], [Hv] or per token [B,Hv,N]; null: γ = 1
+  const float* beta;                // [B,Hv,N]: k stands for beta k below; null: 1. Not of gradients
   bool decay_per_token;
   const int32_t* cu_seqlens;  // [requests + 1]; null: requests = batch
   int32_t dtype;              // DType of T
@@ -27,7 +28,7 @@ struct Inputs {
   int64_t batch, requests, q_heads, k_heads, v_heads, heads;  // B, B or Q, Hq, Hk, Hv, H = max(Hq, Hv)
   int64_t tokens, key_width, value_width;                     // N, R, Dv
   int32_t query_share, key_share;                             // H / Hq, Hv / Hk
-  // output_strides are those of grad_output too; decay_strides are those of a per-token log_decay.
+  // output_strides are those of grad_output too; decay_strides are those of beta and of a per-token log_decay.
   Strides query_strides, key_strides, value_strides, output_strides, decay_strides;
 
   template <class I>

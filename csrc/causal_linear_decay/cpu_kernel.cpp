@@ -454,13 +454,35 @@ T* token_rows(const void* data, const Strides& strides, int64_t batch, int64_t h
   return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head + token * strides.token;
 }
 
-// norm = kept * norm + Σ_j suffix_j k_j
+// The beta of a state's tokens begin .. begin + n, 1 where there is none.
+void load_betas(const Inputs& in, int64_t batch, int64_t state_head, int64_t begin, int64_t n, float (&betas)[kChunk]) {
+  const Strides& strides = in.decay_strides;
+  for (int64_t j = 0; j < kChunk; ++j)
+    betas[j] = in.beta == nullptr || j >= n
+                   ? 1.0f
+                   : in.beta[batch * strides.batch + state_head * strides.head + (begin + j) * strides.token];
+}
+
+// norm = kept * norm + Σ_j suffix_j beta_j k_j
 template <class T>
-void update_norm(const Chunk& chunk, const T* keys, int64_t stride, int64_t n, int64_t width, float* norm) {
+void update_norm(const Chunk& chunk, const float (&betas)[kChunk], const T* keys, int64_t stride, int64_t n, int64_t width,
+                 float* norm) {
   for (int64_t r = 0; r < width; r += kLanes) {
     Vec total = load(norm + r) * chunk.kept;
-    for (int64_t j = 0; j < n; ++j) total = fma(broadcast(chunk.suffix[j]), load_part(keys + j * stride + r, width - r), total);
+    for (int64_t j = 0; j < n; ++j)
+      total = fma(broadcast(chunk.suffix[j] * betas[j]), load_part(keys + j * stride + r, width - r), total);
     store(norm + r, total);
+  }
+}
+
+// Rows of transposed keys [width, kChunk] times a factor a token.
+void scale_tokens(float* key_t, int64_t width, const float (&factors)[kChunk]) {
+  for (int c = 0; c < kChunkVecs; ++c) {
+    const Vec by = load(factors + c * kLanes);
+    for (int64_t r = 0; r < width; ++r) {
+      float* p = key_t + r * kChunk + c * kLanes;
+      store(p, load(p) * by);
+    }
   }
 }
 
@@ -484,6 +506,9 @@ double walk(const ForwardPlan& plan, const ForwardItem& item, const ForwardScrat
     const Chunk& chunk = source.at(token, n);
     const T* keys = token_rows<T>(in.key, in.key_strides, batch, in.key_head(item.state_head), token);
     transpose_in(keys, in.key_strides.token, n, width, scratch.key_t);
+    float betas[kChunk];
+    load_betas(in, batch, item.state_head, token, n, betas);
+    if (in.beta != nullptr) scale_tokens(scratch.key_t, width, betas);
     const Floats value =
         as_floats(token_rows<T>(in.value, in.value_strides, batch, item.state_head, token) + item.first_column,
                   in.value_strides.token, n, columns, whole, scratch.value, pitch_of(round_up(plan.range_width, kPanel)));
@@ -538,17 +563,9 @@ double walk(const ForwardPlan& plan, const ForwardItem& item, const ForwardScrat
         }
       }
     }
-    if (normalize && (updates || !kOutput)) update_norm(chunk, keys, in.key_strides.token, n, width, scratch.norm);
+    if (normalize && (updates || !kOutput)) update_norm(chunk, betas, keys, in.key_strides.token, n, width, scratch.norm);
     if (updates) {
-      if (in.log_decay != nullptr) {
-        for (int c = 0; c < kChunkVecs; ++c) {
-          const Vec suffix = load(chunk.suffix + c * kLanes);
-          for (int64_t r = 0; r < width; ++r) {
-            float* p = scratch.key_t + r * kChunk + c * kLanes;
-            store(p, load(p) * suffix);
-          }
-        }
-      }
+      if (in.log_decay != nullptr) scale_tokens(scratch.key_t, width, chunk.suffix);
       Update u = {};
       u.rows = width;
       u.kept = chunk.kept;
@@ -700,6 +717,9 @@ void step(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch
   const int64_t pitch = pitch_of(width), out_pitch = pitch_of(round_up(plan.range_width, kPanel));
   Step s = {};
   s.key = copied(key, 0, 1, width, scratch.key_t, round_up(width, kLanes)).data;
+  float betas[kChunk];
+  load_betas(in, batch, item.state_head, token, 1, betas);
+  for (int64_t r = 0; r < width && in.beta != nullptr; ++r) scratch.key_t[r] *= betas[0];
   s.value = copied(token_rows<T>(in.value, in.value_strides, batch, item.state_head, token) + item.first_column, 0, 1, columns,
                    scratch.value, round_up(columns, kLanes))
                 .data;

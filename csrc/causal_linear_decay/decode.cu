@@ -106,9 +106,10 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
   RowPart<T> q = load_part(query, first, R, vectors);
   float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (inside) {
+    const float beta = beta_of(in, request, head, 0);
     const T* const value = static_cast<const T*>(in.value) + request * in.value_strides.batch + head * in.value_strides.head;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) v[c] = static_cast<float>(__ldg(value + column + mine + c));
+    for (int c = 0; c < 4; ++c) v[c] = beta * static_cast<float>(__ldg(value + column + mine + c));
   }
   float decay = 1.0f;
   if (in.log_decay != nullptr)
@@ -225,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     }
     for (int i = threadIdx.x; i < tokens * kColumns; i += blockDim.x)
       values[i] = i % kColumns < width
-                      ? static_cast<float>(__ldg(value + (first + i / kColumns) * in.value_strides.token + i % kColumns))
+                      ? beta_of(in, batch, head, first + i / kColumns) *
+                            static_cast<float>(__ldg(value + (first + i / kColumns) * in.value_strides.token + i % kColumns))
                       : 0.0f;
     if (static_cast<int>(threadIdx.x) < tokens)
       decays[threadIdx.x] = in.log_decay == nullptr ? 1.0f

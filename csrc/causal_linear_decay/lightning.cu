@@ -31,7 +31,8 @@ int launch_lightning(const Args& args, const CudaTarget& target, Workspace& ws) 
   scan.out = args.output;
   scan.out_strides = chunk_tensor(nullptr, in.output_strides, in.value_width);
   scan.x_factor.scale = in.scale;
-  scan.y_factor.scale = scan.z_factor.scale = 1.0f;
+  scan.y_factor = {in.beta, in.decay_strides.batch, in.decay_strides.head, in.decay_strides.token, 1.0f, nullptr};
+  scan.z_factor.scale = 1.0f;
   scan.log_decay = in.log_decay;
   scan.decay_per_token = in.decay_per_token;
   scan.decay_batch = in.decay_strides.batch;

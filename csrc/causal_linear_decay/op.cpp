@@ -193,6 +193,7 @@ int64_t workers_for(const Inputs& in, int64_t threads, int64_t items, double cos
 Args make_args(const Call& call) {
   Args args = {};
   args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
+  args.in.beta = call.inputs[kBeta].as<const float>();
   args.algorithm = static_cast<int32_t>(call.attrs[kAttrAlgorithm].i);
   args.normalize = call.attrs[kAttrNormalize].i != 0;
   args.eps = call.attrs[kAttrEps].f;

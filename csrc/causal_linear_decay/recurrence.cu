@@ -158,7 +158,8 @@ struct Tile {
       const bool scaled = last >= kLeastTileDecay;
       if (t < tokens) {
         query_factor[t] = in.scale * (scaled ? expf(sum) : 1.0f);
-        key_factor[t] = scaled ? expf(-sum) : 1.0f;
+        const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
+        key_factor[t] = (scaled ? expf(-sum) : 1.0f) * beta_of(in, batch, head, first + t);
         decay[t] = scaled ? 1.0f : expf(log_decay);
       }
       if (t == 0) total[0] = scaled ? expf(last) : 1.0f, total[1] = scaled;

@@ -251,12 +251,12 @@ __device__ __forceinline__ float load_log_decay(const Inputs& in, const Part& pa
 
 // The decays of a tile of up to 32 tokens, a token a lane; those beyond the last have a logarithm of 0.
 struct TileDecay {
-  float up, down;  // factors of a token's outputs (with `scale`) and of its value
+  float up, down;  // factors of a token's outputs (with `scale`) and of its value (with beta)
   float log_total;
   float window;  // factor of the state after the lane's kWindow tokens
   int length;    // of windows: 32, kWindow or 1
 };
-__device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, int lane) {
+__device__ __forceinline__ TileDecay tile_decay(float log_decay, float beta, float scale, int lane) {
   float sum = log_decay;
 #pragma unroll
   for (int offset = 1; offset < kWindow; offset *= 2) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, in
   x.length = x.log_total >= kLeastDecay ? 32 : least >= kLeastDecay ? kWindow : 1;
   if (x.length == 32) sum += before;
   x.up = x.length > 1 ? scale * expf(sum) : scale;
-  x.down = x.length > 1 ? expf(-sum) : 1.0f;
+  x.down = x.length > 1 ? beta * expf(-sum) : beta;
   return x;
 }
 
@@ -310,7 +310,7 @@ __device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& pl
   // Vectors are on their way in registers while the tile before is computed; single elements are loaded when they are stored.
   constexpr int kUnroll = kVectors ? 32 : 1;
   Piece<T> k[kVectors ? kCount : 1], q[kVectors ? kCount : 1], v[kVectors ? kValueCount : 1];
-  float log_decay = 0.0f, log_total = 0.0f;
+  float log_decay = 0.0f, beta = 1.0f, log_total = 0.0f;
   float up[3] = {};  // of the last tile put, the one before it, and before that
   const auto piece = [](const char*& row, int64_t step, int width, bool there) {
     const Piece<T> x = load_piece<kVectors>(reinterpret_cast<const T*>(row), 0, there ? width : 0);
@@ -319,7 +319,9 @@ __device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& pl
   };
   const auto fetch = [&](int tile) {
     const int left = length - tile * kTile;
-    log_decay = load_log_decay(in, part, part.begin + tile * kTile + lane, lane < left && lane < kTile);
+    const bool there = lane < left && lane < kTile;
+    log_decay = load_log_decay(in, part, part.begin + tile * kTile + lane, there);
+    beta = there ? beta_of(in, part.batch, part.state_head, part.begin + tile * kTile + lane) : 1.0f;
     if constexpr (kVectors) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) k[i] = piece(key, plan.key_step, R - key_at, key_token + i * kStep < left);
@@ -333,7 +335,7 @@ __device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& pl
   };
   const auto put = [&](int tile) {
     const int left = length - tile * kTile;
-    const TileDecay x = tile_decay(log_decay, in.scale, lane);
+    const TileDecay x = tile_decay(log_decay, beta, in.scale, lane);
     up[0] = x.up;
     log_total += x.log_total;
     if (thread < 32) {
@@ -599,7 +601,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
   int rows_left = static_cast<int>(part.end - part.begin) - lane, values_left = static_cast<int>(part.end - part.begin);
   Piece<T> k[kPieces], q[kPieces];
   Pair<T> v[kBatch];
-  float log_decay = 0.0f, log_total = 0.0f;
+  float log_decay = 0.0f, beta = 1.0f, log_total = 0.0f;
   const auto fetch_rows = [&] {
     const int width = rows_left > 0 ? R : 0;
 #pragma unroll
@@ -609,6 +611,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
       for (int i = 0; i < kPieces; ++i) q[i] = load_piece<kVectors>(query, i * kVec, width);
     }
     log_decay = load_log_decay(in, part, part.end - rows_left, rows_left > 0);
+    beta = rows_left > 0 ? beta_of(in, part.batch, part.state_head, part.end - rows_left) : 1.0f;
     key += kNarrowTile * key_stride, query += kNarrowTile * query_stride, rows_left -= kNarrowTile;
   };
   const auto fetch_values = [&] {
@@ -628,7 +631,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
   fetch_rows();
   fetch_values();
   for (int64_t first = part.begin; first < part.end; first += kNarrowTile) {
-    const TileDecay x = tile_decay(log_decay, in.scale, lane);
+    const TileDecay x = tile_decay(log_decay, beta, in.scale, lane);
     const float decay = expf(log_decay);
     log_total += x.log_total;
     __syncwarp();

@@ -76,7 +76,7 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace lean_attention
 
 namespace causal_linear_decay {
-enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kInitialNorm, kCuSeqlens, kStateIndex };
+enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kInitialNorm, kCuSeqlens, kStateIndex, kBeta };
 enum Output { kOutOutput, kOutFinalState, kOutFinalNorm };
 enum Attr { kAttrAlgorithm, kAttrScale, kAttrNormalize, kAttrEps, kAttrReturnState, kAttrLayout };
 enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimP, kDimQ };
@@ -93,6 +93,7 @@ inline constexpr TensorSpec kInputs[] = {
     {"initial_norm", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
     {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"beta", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
@@ -116,7 +117,7 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kAttr, 2}, 2, {{RefKind::kInput, 4}, {RefKind::kInput, 5}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "R", "Hk", "Hv", "Dv", "P", "Q"};
-inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 8, 3, 6, 6, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 9, 3, 6, 6, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_linear_decay
 

@@ -149,7 +149,7 @@ def linear_decay(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu", "core/row_sums.cu"], instances)
 
 
-def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=None, norm=False, rows=3, **attrs):
+def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=None, norm=False, rows=3, beta=False, **attrs):
     """size: N, R, Dv. Errors against the float64 reference, each output's as a part of its size."""
     grad = op_name.endswith("Grad")
     present = [
@@ -158,6 +158,7 @@ def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=No
         *["grad_final_state"] * grad,
         *["initial_norm"] * norm,
         *["cu_seqlens"] * bool(offsets),
+        *["beta"] * beta,
     ]
     attrs |= dict(grad_decay=1, grad_state=1) if grad else dict(return_state=1, normalize=int(norm))
     inputs = linear_cases.fill(
@@ -197,6 +198,20 @@ def test_linear_decay_of_shared_heads(linear_decay, heads):
     grad((40, 20, 9), layout="bnhd")
     grad((40, 16, 8), "float16", offsets=(0, 20, 20, 38))
     assert products(linear_decay) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_beta_of_linear_decay(linear_decay, dtype):
+    """Steps, few tokens, the normalised recurrences, and chunks."""
+    check = partial(check_linear_decay, linear_decay, "CausalLinearDecay", (4, 2, 8), dtype=dtype, beta=True)
+    check((1, 64, 32))
+    check((5, 24, 12), layout="bnhd")
+    check((40, 16, 8), norm=True, algorithm="causal_dot_product")
+    check((40, 16, 8), norm=True, algorithm="fleet")
+    check((70, 24, 8), algorithm="lightning", layout="bnhd")
+    check((70, 24, 8), norm=True, algorithm="lightning")
+    check((70, 16, 8), offsets=(0, 20, 20, 66), algorithm="lightning")
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def make(
     pool=False,
     grad=False,
     heads=None,
+    beta=False,
     seed=0,
 ):
     """Inputs by name. packed: four requests of unequal length, one of them empty, in one row; or their offsets. heads: Hq, Hk, Hv
@@ -88,6 +89,10 @@ def make(
         inputs["cu_seqlens"] = torch.tensor(offsets, dtype=I32)
     if pool:
         inputs["state_index"] = torch.randperm(rows, generator=g)[:requests].to(I32)
+    if beta:
+        values = 2 * torch.rand(b, kv, n, generator=g)
+        values.view(-1)[1::5] = 0.0
+        inputs["beta"] = swap(values, layout).contiguous()
     return inputs
 
 
@@ -121,6 +126,8 @@ def plain(inputs, layout):
         gamma = log_decay.exp().view(1, -1, 1).expand(k.shape[:3])
     else:
         gamma = swap(log_decay, layout).exp()
+    if inputs.get("beta") is not None:
+        k = k * swap(inputs["beta"], layout).unsqueeze(-1)
     return q.unflatten(1, (k.shape[1], -1)), k, v, gamma
 
 
@@ -270,7 +277,7 @@ def test_any_call(data):
     width, group = st.integers(1, 70), draw(st.sampled_from((1, 1, 2, 3, 5, 9)))
     heads = draw(st.one_of(st.none(), st.sampled_from(SHARED_HEADS)))
     grad, layout = draw(st.booleans()), draw(st.sampled_from(("bhnd", "bnhd")))
-    norm = not grad and draw(st.booleans())
+    norm, beta = not grad and draw(st.booleans()), not grad and draw(st.booleans())
     decay = draw(st.sampled_from([*DECAYS]))
     case = dict(
         b=draw(st.integers(1, 2)),
@@ -288,6 +295,7 @@ def test_any_call(data):
         pool=not grad and draw(st.booleans()),
         grad=grad,
         heads=heads,
+        beta=beta,
         seed=draw(st.integers(0, 2**20)),
     )
     n, threads = draw(st.sampled_from((1, 1, 2, 3, 15, 16, 17, 33, 50))), draw(st.sampled_from((1, 2, 3, 8)))
@@ -372,6 +380,21 @@ def test_shared_heads_are_those_repeated(heads, threads):
         else:
             summed = theirs[name].double().unflatten(1, (-1, repeats[of])).sum(2)
             assert (x - summed).abs().max() <= 2**-20 * theirs[name].abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, packed, threads", ((1, False, 2), (17, True, 5), (600, False, 16)))
+def test_beta_multiplies_the_keys(n, packed, threads, dtype):
+    """Steps, packed requests, requests in pieces, normalised, of shared keys; and a token of 0 leaves the state as it is."""
+    for layout, heads, decay in (("bhnd", None, "none"), ("bnhd", (4, 2, 8), "slow")):
+        case = dict(heads=heads, r=20, dv=40, packed=packed, layout=layout, dtype=dtype, decay=decay, beta=True)
+        check(FORWARD, make(n, state=True, **case), dict(return_state=1, layout=layout, scale=0.5), threads=threads)
+        attrs = dict(return_state=1, layout=layout, normalize=1)
+        check(FORWARD, make(n, pool=True, norm=True, **case), attrs, threads=threads, in_place=True)
+    inputs = make(n, state=True, r=20, dv=40, packed=packed, dtype=dtype, decay="none", beta=True)
+    inputs["beta"].zero_()
+    found = run_kernel(FORWARD, inputs, dict(return_state=1), threads=threads)
+    assert torch.equal(found["final_state"], inputs["initial_state"])
 
 
 def test_groups_that_do_not_divide_are_refused():

@@ -163,6 +163,7 @@ def decay_case(
     pool=0,
     grad=False,
     heads=None,
+    beta=False,
     **attrs,
 ):
     """(inputs, attrs) of CausalLinearDecay or its Grad. packed: lengths of the requests; pool: rows beyond those in use; heads: Hq,
@@ -209,6 +210,8 @@ def decay_case(
             inputs["initial_norm"] = random(requests + pool, Hkv, R).abs()
         if pool and state:
             inputs["state_index"] = torch.randperm(requests + pool, generator=g, device="cuda")[:requests].int()
+        if beta:
+            inputs["beta"] = 2 * torch.rand(token_shape, generator=g, device="cuda")
         attrs = {"return_state": 1, "normalize": int(normalize), "eps": 1e-6, "layout": layout, **attrs}
     else:
         inputs |= {"grad_output": rows(H, Dv).to(dtype), "grad_final_state": random(requests, Hkv, R, Dv) if state else None}
@@ -269,6 +272,26 @@ def test_lengths(algorithm, dtype):
     for N in EDGES:
         inputs, attrs = decay_case(N, dtype, N=N, algorithm=algorithm, decay=("head", "token", "none")[N % 3])
         check("CausalLinearDecay", inputs, attrs, in_place=N % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_beta(algorithm, dtype):
+    """Steps, few and many tokens, ranks of every kernel, packed requests of a pool, normalised, keys that states share."""
+    for N, R, decay in (
+        (1, 64, "token"),
+        (7, 40, "head"),
+        (83, 8, "none"),
+        (300, 64, "token"),
+        (1100, 128, "token"),
+        (40, 192, "wild"),
+    ):
+        inputs, attrs = decay_case(
+            N, dtype, N=N, R=R, Dv=64, decay=decay, algorithm=algorithm, beta=True, heads=(4, 2, 8), layout="bnhd"
+        )
+        check("CausalLinearDecay", inputs, attrs, in_place=N % 2 == 1)
+        check("CausalLinearDecay", *decay_case(N, dtype, N=N, R=R, decay=decay, algorithm=algorithm, beta=True, normalize=True))
+    check("CausalLinearDecay", *decay_case(3, dtype, packed=(1, 70, 0, 9), pool=2, algorithm=algorithm, beta=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -117,6 +117,34 @@ def test_causal_linear_decay_gradcheck(normalize, per_token):
     )
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_gradients_with_beta(normalize, layout):
+    """Keys that two states share, each with a beta of its own: finite differences, and float32 beside float64."""
+    swap = (lambda x: x) if layout == "bhnd" else (lambda x: x.transpose(1, 2).contiguous())
+
+    def run(*a):
+        *a, beta = a
+        return torch_ops.causal_linear_decay(*a, beta=beta, normalize=normalize, return_state=True, scale=0.7, layout=layout)
+
+    def inputs(n, dtype):
+        g = torch.Generator().manual_seed(n)
+        drawn = [swap(torch.rand(1, heads, n, width, generator=g, dtype=D)) for heads, width in ((2, 2), (1, 2), (2, 3))]
+        drawn += [-torch.rand(2, generator=g, dtype=D), torch.rand(1, 2, 2, 3, generator=g, dtype=D)]
+        if normalize:
+            drawn.append(torch.rand(1, 2, 2, generator=g, dtype=D))
+        drawn.append(swap(torch.rand(1, 2, n, 1, generator=g, dtype=D)).squeeze(-1))
+        return [x.to(dtype).requires_grad_() for x in drawn]
+
+    assert torch.autograd.gradcheck(run, inputs(3, D))
+    results = []
+    for dtype in (torch.float32, D):
+        leaves = inputs(70, dtype)
+        results.append(torch.autograd.grad(sum(o.square().sum() for o in run(*leaves)), leaves))
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, factor=64.0)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_normalized_linear_attention_gradcheck(causal, normalize_qk):
@@ -182,6 +210,7 @@ def samples():
         "lean_attention_": (ops.lean_attention_.default, attention, {}),
         "causal_linear_decay": (ops.causal_linear_decay.default, [q, k, v, decay, state], {"return_state": True}),
         "causal_linear_decay no state": (ops.causal_linear_decay.default, [q, k, v], {"layout": "bhnd"}),
+        "causal_linear_decay beta": (ops.causal_linear_decay.default, [q, k, v, decay, *[None] * 4, torch.rand(2, 2, 9)], {}),
         "causal_linear_decay_": (ops.causal_linear_decay_.default, plain, {}),
         "causal_linear_decay_grad": (
             ops.causal_linear_decay_grad.default,
@@ -238,6 +267,7 @@ def samples():
         "lean_attention_",
         "causal_linear_decay",
         "causal_linear_decay no state",
+        "causal_linear_decay beta",
         "causal_linear_decay_",
         "causal_linear_decay_grad",
         "normalized_linear_attention",
@@ -630,6 +660,7 @@ def test_compiled_and_python_autograd_agree():
         ("causal_linear_decay", [q, k, v], {}),
         ("causal_linear_decay", [q, k, v, decay, state], {"return_state": True}),
         ("causal_linear_decay", [q.abs(), k.abs(), v, decay, state, norm], {"return_state": True, "normalize": True}),
+        ("causal_linear_decay", [q, k, v, decay, state, None, None, None, torch.rand(2, 2, 9)], {}),
         ("normalized_linear_attention", [q, k, v], {"causal": False}),
         ("normalized_linear_attention", [q, k, v, torch.tensor([9.0, 0.6])], {"normalize_qk": True}),
         ("gated_delta_rule", list(delta), {"scale": 0.5}),

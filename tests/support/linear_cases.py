@@ -83,7 +83,7 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
             x = torch.randint(1, 99, x.shape, generator=generator, dtype=torch.int32)
         elif t.name == "coefficients":
             x = torch.tensor([1.5, 0.4])
-        elif t.name in ("query", "key", "initial_norm", "initial_key_sum"):
+        elif t.name in ("query", "key", "initial_norm", "initial_key_sum", "beta"):
             x = x.abs()  # so that normalisers stay away from 0
         if offsets is not None and "N" in [a.symbol for a in axes]:
             outside = torch.ones(dims["N"], dtype=bool)
@@ -134,6 +134,7 @@ LINEAR = {
     "decay normalize": ("CausalLinearDecay", ["log_decay"], dict(normalize=1, eps=1e-2), 1),
     "decay norm carried": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm"], dict(normalize=1, return_state=1), 3),
     "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "state_index"], dict(return_state=1), 1),
+    "decay beta": ("CausalLinearDecay", ["log_decay", *STATE, "beta"], dict(return_state=1, layout="bnhd"), 3),
     "grad plain": ("CausalLinearDecayGrad", [], {}, None),
     "grad per head": ("CausalLinearDecayGrad", ["log_decay", *STATE], dict(scale=0.7, grad_decay=1), 1),
     "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state"], dict(grad_decay=1, grad_state=1), 3),
@@ -153,7 +154,7 @@ PACKED_CASES = {
     "decay": ("CausalLinearDecay", ["log_decay", "cu_seqlens"], dict(return_state=1), 1),
     "decay pool": (
         "CausalLinearDecay",
-        ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index"],
+        ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index", "beta"],
         dict(return_state=1, normalize=1, layout="bnhd"),
         3,
     ),

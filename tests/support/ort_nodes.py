@@ -68,6 +68,7 @@ VARIANTS = {
         (["initial_state", "state_index"], {"return_state": 1}, {}),
         (["log_decay", "initial_state"], {"return_state": 1}, {"Hq": 6, "Hv": 2}),
         (["per_token log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {"Hq": 4, "Hk": 2, "Hv": 8, "N": 1}),
+        (["per_token log_decay", "initial_state", "beta"], {"return_state": 1, "layout": "bnhd"}, {"Hk": 1, "Hv": 4}),
     ],
     "CausalLinearDecayGrad": [
         ([], {}, {}),

@@ -49,7 +49,7 @@ VARIANTS = {
     ],
     "CausalLinearDecay": [
         ({"log_decay", "initial_state"}, {"return_state": 1}),
-        ({"per_token log_decay", "cu_seqlens"}, {"return_state": 1, "layout": "bnhd"}),
+        ({"per_token log_decay", "cu_seqlens", "beta"}, {"return_state": 1, "layout": "bnhd"}),
         ({"log_decay", "initial_state", "initial_norm", "state_index"}, {"normalize": 1, "return_state": 1}),
     ],
     "CausalLinearDecayGrad": [
