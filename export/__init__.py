@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import causal_linear_decay as causal_linear_decay
     from leanfleet.export.torch_ops import causal_linear_decay_ as causal_linear_decay_
     from leanfleet.export.torch_ops import causal_linear_decay_grad as causal_linear_decay_grad
+    from leanfleet.export.torch_ops import decay_gates as decay_gates
     from leanfleet.export.torch_ops import gated_activation as gated_activation
     from leanfleet.export.torch_ops import gated_delta_rule as gated_delta_rule
     from leanfleet.export.torch_ops import gated_delta_rule_ as gated_delta_rule_
@@ -55,6 +56,7 @@ _HOMES = {
     "export": "onnx_export",
     "export_decoder": "decoder",
     "finalize": "onnx_export",
+    "decay_gates": "torch_ops",
     "gated_activation": "torch_ops",
     "gated_delta_rule": "torch_ops",
     "gated_delta_rule_": "torch_ops",

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from leanfleet import progress
 from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, POOL, STATE, STATES, VALUE, VALUE_SCALE, cache_name, is_state
 from leanfleet.spec import in_numbers
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache
-from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
+from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, decay_gates, gated_delta_rule, lean_attention
 
 
 def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
@@ -93,24 +94,36 @@ class Cache:
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
     def decay(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        scale: float,
+        beta: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A linear layer over its carried state: query [B,N,Hq,R], key [B,N,Hk,R], value [B,N,Hv,Dv], log_decay float32 [Hv]
-        or [B,N,Hv]."""
-        name = cache_name(layer, STATE)
-        valid = self.inside(query)
+        or [B,N,Hv]; beta float32 [B,N,Hv], which comes from gates() together with log_decay."""
+        name, rows = cache_name(layer, STATE), self.rows()
+        if not rows and beta is None:  # rows past query_lens leave the state as it is
+            valid = self.inside(query)
+            key = key * valid.unsqueeze(-1).to(key.dtype)
+            log_decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
         output, state = causal_linear_decay(
-            query,
-            key * valid.unsqueeze(-1).to(key.dtype),  # rows past query_lens leave the state as it is
-            value,
-            torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype)),
-            self.tensors[name],
-            return_state=True,
-            scale=scale,
-            layout="bnhd",
+            query, key, value, log_decay, self.tensors[name], **rows, beta=beta, return_state=True, scale=scale, layout="bnhd"
         )
         self.update(name, state)
         return output
+
+    def gates(
+        self, raw: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor | None, limits: tuple[float, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log_decay, steps) float32 [B,N,H] of raw [B,N,H], with float32 rate and bias [H]; 0 for rows past query_lens."""
+        lens = {} if self.rows() else dict(query_lens=self.query_lens)
+        low, high = limits
+        bounds = dict(step_min=low, step_max=0.0 if high == math.inf else high)
+        return decay_gates(raw, rate, bias, **lens, **bounds, return_step=True)
 
     def inside(self, tokens: torch.Tensor) -> torch.Tensor:
         """Which of tokens [B,N,...] are no padding, bool [B,N,1]."""

@@ -921,7 +921,10 @@ def _causal_conv(ops, x, a, ranks):
         output = ops.Unsqueeze(ops.take(joined, 0, tokens), [0])
     elif x.query_lens is not None:
         output = ops.Where(ops.Unsqueeze(ops.Less(own, counts), [2]), output, 0.0)
-    results = [ops.CastLike(output, x.input)]
+    output = ops.CastLike(output, x.input)
+    bounds = [0, a.first, a.first + a.second, a.first + a.second + a.third]
+    parts = [ops.Slice(output, [i], [j], [2]) for i, j in itertools.pairwise(bounds)] if a.split else [output]
+    results = [parts[0]]
     if a.return_state:
         last = ops.Unsqueeze(ops.Add(counts, ops.range(past)), [2])  # [B,K,1]
         final = ops.GatherND(known, last, batch_dims=1)
@@ -929,7 +932,7 @@ def _causal_conv(ops, x, a, ranks):
             scattered = ops.ScatterND(pool, ops.Unsqueeze(rows, [1]), final)
             final = ops.take(scattered, 0, ops.size(x.initial_state, 0))
         results.append(final)
-    return results
+    return [*results, *parts[1:]]
 
 
 # NormalizedLinearAttention
@@ -1219,6 +1222,8 @@ def _gated_activation(ops, x, a, ranks):
         active = _silu(ops, gate)
     elif a.activation == "relu":
         active = ops.Relu(gate)
+    elif a.activation == "sigmoid":
+        active = ops.Sigmoid(gate)
     elif a.activation == "gelu":
         active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
     else:
@@ -1226,6 +1231,30 @@ def _gated_activation(ops, x, a, ranks):
         inner = ops.Mul(ops.Add(gate, ops.Mul(cubed, 0.044715)), math.sqrt(2 / math.pi))
         active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Tanh(inner), 1.0))
     return [ops.CastLike(ops.Mul(active, up), x.gate_up)]
+
+
+# DecayGates
+
+
+def _decay_gates(ops, x, a, ranks):
+    # The rank of `input` is not known here: [B,N,H] is [B,N,H,1].
+    shape, rows = ops.Shape(x.input), ops.Shape(x.input, end=3)
+    width = ops.Gather(ops.Concat(shape, [1], axis=0), [3], axis=0)
+    raw = ops.reshape(ops.float(x.input), rows, width)
+    if x.bias is not None:
+        raw = ops.Add(raw, ops.reshape(x.bias, ops.Shape(x.rate), width))
+    step = ops.Softplus(raw)
+    if a.step_min or a.step_max:
+        step = ops.Clip(step, a.step_min, *[a.step_max] * bool(a.step_max))
+    log_decay = ops.Mul(ops.Unsqueeze(x.rate, [1]), step)
+    log_decay = ops.Where(ops.LessOrEqual(log_decay, 0.0), log_decay, ops.Where(ops.IsNaN(log_decay), -math.inf, 0.0))
+    results = [log_decay] + [step] * a.return_step
+    if a.return_beta:
+        results.append(ops.Unsqueeze(ops.Mul(ops.Sigmoid(ops.float(x.beta_input)), a.beta_scale), [3]))
+    if x.query_lens is not None:
+        inside = ops.Less(ops.range(ops.size(raw, 1)), ops.Unsqueeze(ops.int64(x.query_lens), [1]))
+        results = [ops.Where(ops.Unsqueeze(inside, [2, 3]), y, 0.0) for y in results]
+    return [ops.reshape(y, rows if a.return_beta and i == len(results) - 1 else shape) for i, y in enumerate(results)]
 
 
 # Collectives and MergeAttention
@@ -1269,6 +1298,7 @@ _BODIES = {
     "GatedDeltaRule": _gated_delta_rule,
     "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,
+    "DecayGates": _decay_gates,
     "AllReduce": _all_reduce,
     "AllGather": _all_gather,
     "MergeAttention": _merge_attention,

@@ -108,12 +108,13 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
     ) -> torch.Tensor:
         """Of hidden_states [B,N,H,P], dt [B,N,H], B and C [B,N,G,S], A, D and dt_bias [H]; float32, as transformers' is.
 
-        S_t = exp(A dt_t) S_(t-1) + B_t^T dt_t x_t, y_t = C_t S_t + D x_t: CausalLinearDecay with C for queries and B for keys.
+        S_t = exp(A dt_t) S_(t-1) + B_t^T dt_t x_t, y_t = C_t S_t + D x_t: CausalLinearDecay with C for queries, B for keys and
+        dt for beta.
         """
-        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
-        value = hidden_states.float() * dt.unsqueeze(-1)
-        output = cache.decay(running[0], C, B, value.to(C.dtype), not_above_0(A.float() * dt), 1.0).float()
+        if not dt_softplus:
+            raise ValueError(f"layer {running[0]}: its step sizes come without softplus; DecayGates has it")
+        log_decay, step = cache.gates(dt, A.float(), None if dt_bias is None else dt_bias.float(), dt_limit)
+        output = cache.decay(running[0], C, B, hidden_states.to(C.dtype), log_decay, 1.0, beta=step).float()
         return output if D is None else output + D.float().unsqueeze(-1) * hidden_states.float()
 
     ours: dict[str, Callable[..., Any]] = {

@@ -1188,6 +1188,10 @@ def causal_conv(
     *,
     activation: str = "none",
     return_state: int = 0,
+    split: int = 0,
+    first: int = 0,
+    second: int = 0,
+    third: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """A causal convolution of each channel over K + 1 tokens, the K before the first of them carried as a state.
@@ -1196,6 +1200,7 @@ def causal_conv(
     absent: zeros. query_lens I [B]: tokens of each row, clamped to [0, N]; absent: N. cu_seqlens, state_index: as in
     causal_linear_decay. activation: "none" or "silu".
     Returns output T [B,N,C], 0 where a token is of no request, and with return_state final_state F, shaped as initial_state.
+    With split the output is three tensors, of first, second and third channels: the first in its place, the others last.
     Source: Dao & Gu, "Transformers are SSMs" (2024), section 7. Raises ValueError for wrong shapes and types.
 
     Example:
@@ -1245,10 +1250,13 @@ def causal_conv(
         output = output.index_put((torch.tensor(batch), torch.arange(start, stop)), made)
         if inside:
             states[row] = known[stop - start :]
-    result: tuple[torch.Tensor, ...] = (output.to(input.dtype),)
-    if return_state:
-        result += ((torch.stack(states) if states else pool).to(float_out).clone(),)
-    return result
+    parts = (output.to(input.dtype),)
+    if split:
+        sizes = (first, second, third)
+        _check(sum(sizes) == dims["C"], f"{op}: split is 1, and first, second and third are {sizes}, not the C = {dims['C']}")
+        parts = parts[0].split(sizes, -1)
+    state = ((torch.stack(states) if states else pool).to(float_out).clone(),) if return_state else ()
+    return (parts[0], *state, *parts[1:])
 
 
 # NormalizedLinearAttention
@@ -1663,8 +1671,9 @@ def gated_activation(
     alone, and up T [B,N,F]; with skip T [B,N,F] and skip_scale float32 [H] of up + skip_scale * skip, each head's F/H columns
     times its scale.
 
-    activation: "silu", "gelu", "gelu_tanh" or "relu". Computed in float32, in float64 for float64 inputs, and rounded once.
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 5. Raises ValueError for another shape or activation.
+    activation: "silu", "gelu", "gelu_tanh", "relu" or "sigmoid". Computed in float32, in float64 for float64 inputs, and
+    rounded once. Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 5. Raises ValueError for another shape or
+    activation.
 
     Example:
         import torch
@@ -1687,6 +1696,7 @@ def gated_activation(
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
         "relu": torch.relu,
+        "sigmoid": torch.sigmoid,
     }
     _check(
         activation in activations, f"GatedActivation: activation is {activation!r}; expected one of {', '.join(activations)}"
@@ -1701,6 +1711,64 @@ def gated_activation(
         scales = skip_scale.to(compute).repeat_interleave(F // H)
         values = values + scales * skip.to(compute)
     return ((activations[activation](gate.to(compute)) * values).to(gate_up.dtype),)
+
+
+# DecayGates
+
+
+def decay_gates(
+    input: torch.Tensor,
+    rate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    beta_input: torch.Tensor | None = None,
+    query_lens: torch.Tensor | None = None,
+    *,
+    step_min: float = 0.0,
+    step_max: float = 0.0,
+    beta_scale: float = 1.0,
+    return_step: int = 0,
+    return_beta: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The gates of a recurrent layer: (log_decay F [B,N,H] or [B,N,H,D],), with return_step its steps F of that shape, with
+    return_beta beta F [B,N,H].
+
+    input T [B,N,H] or [B,N,H,D], rate F [H], bias F [H] or [H,D], beta_input T [B,N,H], query_lens I [B]: step is
+    softplus(input + bias), held between step_min and step_max (0: no bound), log_decay is rate * step, held at 0 or less and
+    -inf for NaN, beta is beta_scale * sigmoid(beta_input). Tokens at query_lens or later have 0. Computed in float32, in
+    float64 for float64 inputs. Source: Dao & Gu, "Transformers are SSMs" (2024), section 7; Yang et al., "Gated Delta Networks"
+    (2024), section 3.4. Raises ValueError for other shapes or bounds below 0.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        log_decay, step = reference.decay_gates(torch.zeros(1, 3, 2), -torch.ones(2), return_step=1)
+        print(bool((log_decay == -step).all()))  # True
+    """
+    match, _, compute, float_out = _begin("DecayGates", "bhnd", input, compute_dtype)
+    axes = "B N H" if input.dim() == 3 else "B N H D"
+    match("input", input, "T", axes)
+    match("rate", rate, "F", "H")
+    for name, value in (("step_min", step_min), ("step_max", step_max)):
+        _check(value >= 0.0, f"DecayGates: {name} is {value}; expected 0 or more")
+    x, by = input.to(compute), rate.to(compute)
+    if bias is not None:
+        match("bias", bias, "F", axes.removeprefix("B N "))
+        x = x + bias.to(compute)
+    step = torch.nn.functional.softplus(x, threshold=60.0).clamp(step_min, step_max or math.inf)
+    log_decay = (by if input.dim() == 3 else by.unsqueeze(-1)) * step
+    log_decay = torch.where(log_decay.isnan(), -math.inf, log_decay.clamp(max=0.0))
+    outputs = [log_decay] + [step] * bool(return_step)
+    _check(not return_beta or beta_input is not None, "DecayGates: return_beta is 1 and beta_input is absent; it needs it")
+    if return_beta and beta_input is not None:
+        match("beta_input", beta_input, "T", "B N H")
+        outputs.append(beta_scale * beta_input.to(compute).sigmoid())
+    if query_lens is not None:
+        match("query_lens", query_lens, "I", "B")
+        inside = torch.arange(input.shape[1], device=input.device) < query_lens.unsqueeze(1)
+        outputs = [x.masked_fill(~inside.view(*inside.shape, *[1] * (x.dim() - 2)), 0.0) for x in outputs]
+    return tuple(x.to(float_out) for x in outputs)
 
 
 # Collectives and MergeAttention

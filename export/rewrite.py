@@ -705,9 +705,17 @@ def _gated_activation_back(ops, node, options):
     x, kind = node.inputs[0], nodes.attributes(node).get("activation", "silu")
     if kind.startswith("gelu") and options["opset"] < 20:
         raise nodes.Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
-    apart = len(node.inputs) > 1 and node.inputs[1] is not None
-    gate, up = node.inputs if apart else (ops.Gather(x, i, axis=2) for i in (0, 1))
-    if kind == "silu":
+    gate, up, skip, scale = [*node.inputs, None, None, None][:4]
+    if up is None:
+        gate, up = (ops.Gather(x, i, axis=2) for i in (0, 1))
+    if skip is not None:
+        if x.dtype != ir.DataType.FLOAT:
+            raise nodes.Refused("skip_scale is float32, what is added would be rounded to the type of gate_up")
+        heads = ops.Reshape(skip, ops.dims(ops.Shape(skip, end=2), ops.size(scale, 0), -1))
+        up = ops.Add(up, ops.Reshape(ops.Mul(heads, ops.Unsqueeze(scale, [1])), ops.Shape(up)))
+    if kind == "sigmoid":
+        active = ops.Sigmoid(gate)
+    elif kind == "silu":
         active = ops.Mul(gate, ops.Sigmoid(gate))
     elif kind == "relu":
         active = ops.Relu(gate)

@@ -4,6 +4,7 @@ A function takes (ops, node, options) as rewrite_nodes says, and returns the ope
 hold tokens as they came: in the type of the input in the other operators, in float32 in CausalConv.
 """
 
+import itertools
 from typing import Any
 
 import onnx_ir as ir
@@ -120,4 +121,6 @@ def causal_conv_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any])
     out, final = ops.foreign(domain, name, inputs, attributes | {"activation": a["activation"]}, 2)
     out = ops.Unsqueeze(out, [0]) if packed else ops.Transpose(out, perm=[0, 2, 1])
     final = ops.Transpose(final, perm=[0, 2, 1])
-    return name, [out, final if dtype == ir.DataType.FLOAT else ops.float(final)]
+    bounds = list(itertools.accumulate((a["first"], a["second"], a["third"]), initial=0))
+    parts = [ops.Slice(out, [i], [j], [2]) for i, j in itertools.pairwise(bounds)] if a["split"] else [out]
+    return name, [parts[0], final if dtype == ir.DataType.FLOAT else ops.float(final), *parts[1:]]

@@ -331,7 +331,14 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
             decay = ops.Expand(decay, ops.dims(batch, tokens, states))
         else:
             decay = by_token(decay, [0, 2, 1])
-    inputs = [packed(x[name]) for name in ("query", "key", "value")] + [x["initial_state"], decay]
+    key = x["key"]
+    if x["beta"] is not None:
+        if nodes.dim(key, 2 if bnhd else 1) != states:
+            raise nodes.Refused("beta of keys that states share, which LinearAttention does not have")
+        if not single:
+            raise nodes.Refused("beta is float32, keys times it would be rounded to the type of query")
+        key = ops.Mul(key, ops.Unsqueeze(x["beta"], [3]))
+    inputs = [packed(t) for t in (x["query"], key, x["value"])] + [x["initial_state"], decay]
     while inputs[-1] is None:
         inputs.pop()
     domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else nodes.MICROSOFT

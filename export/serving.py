@@ -48,7 +48,6 @@ from leanfleet.decoder_contract import (
     WANTED,
     Facts,
     Tensor,
-    cache_name,
     is_part,
     is_state,
     packed,
@@ -63,7 +62,7 @@ from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
 from leanfleet.export.tensor_parallel import share_of_rank
-from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
+from leanfleet.export.torch_ops import sample_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,26 +105,6 @@ class Pages(Cache):
             **options,
         )
         return output.unsqueeze(0)
-
-    def decay(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """As Cache.decay, of tokens [1,T,heads,...]."""
-        name = cache_name(layer, STATE)
-        output, state = causal_linear_decay(
-            query,
-            key,
-            value,
-            log_decay,
-            self.tensors[name],
-            cu_seqlens=self.cu_query_lens,
-            state_index=self.state_index,
-            return_state=True,
-            scale=scale,
-            layout="bnhd",
-        )
-        self.update(name, state)
-        return output
 
     def rows(self) -> dict[str, torch.Tensor]:
         """As Cache.rows."""

@@ -96,10 +96,11 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
                 k, k, v, -beta / 8, beta=beta, grad_output=corrected, normalize_qk=True
             )
             mixed = lf.causal_conv(x, self.taps, activation="silu")
+            gates = lf.decay_gates(v[..., 0].transpose(1, 2).contiguous(), self.log_decay, return_step=True)
             parts = lf.all_gather(attended.unsqueeze(0)), lf.all_gather(lse.unsqueeze(0))
             exchanged = lf.all_reduce(attended), *lf.merge_attention(*parts)
             linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected, dq, dk, dv, dbeta
-            return attended, lse, keys, values, *linear, mixed, tokens, gated, *exchanged
+            return attended, lse, keys, values, *linear, mixed, *gates, tokens, gated, *exchanged
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

@@ -33,6 +33,7 @@ TOLERANCE = {
     "GatedDeltaRule": (16, 4),
     "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),
+    "DecayGates": (8, 2),
     "AllReduce": (0, 0),  # a world of one copies
     "AllGather": (0, 0),
     "MergeAttention": (8, 4),
@@ -363,7 +364,7 @@ def _integers(node, role, shape, dims, made, random, edges=False):
         return random.integers(-127, 128, shape)
     if role == "token_counts":
         return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)
-    if node.op_type == "CausalConv":
+    if node.op_type in ("CausalConv", "DecayGates"):
         return random.integers(0, dims["N"] + 1, shape)
     query_offsets = _made_for(node, "cu_query_lens", made)
     capacity = _capacity(node, shape, dims, made)

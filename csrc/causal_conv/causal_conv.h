@@ -12,6 +12,13 @@ namespace leanfleet::causal_conv {
 // In the order of the schema's values.
 enum class Kind : int32_t { kNone, kSilu };
 
+// Channels begin .. end of the output, in a tensor of their own.
+struct Part {
+  void* data;  // T [B,N,end - begin]
+  int64_t begin, end;
+};
+constexpr int kMostParts = 3;
+
 // output_i = act(bias + sum over j of weight_j x_(i-past+j)). Request q is the first query_lens[q] tokens of batch row q or,
 // with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0, all clamped to [0, N].
 struct Args {
@@ -20,12 +27,13 @@ struct Args {
   const int32_t* query_lens;          // [requests]; null: N
   const int32_t* cu_seqlens;          // [requests + 1]; null: requests = batch
   const int32_t* state_index;         // [requests]: row of a request's state; outside the pool: 0, not written. null: q
-  void* output;                       // T [B,N,C]; tokens of no request become 0
+  Part parts[kMostParts];             // of the output, in order; tokens of no request become 0
   float* final_state;                 // as the initial one, and perhaps its buffer; null: not asked for. Rows that no request
                                       // names become those of the initial one
   int32_t dtype;                      // DType of T
   Kind activation;
   int64_t batch, requests, tokens, channels, past, state_rows;
+  int32_t num_parts;
 };
 
 // Tokens `from` .. `to` of a request of `count` tokens, and its channels `begin` .. `end`. The piece that begins at 0 writes

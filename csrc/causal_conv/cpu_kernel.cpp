@@ -13,18 +13,19 @@ inline void store_some(T* p, Vec v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = part[i];
 }
 
-// kTaps: how many there are, if that is known when this is compiled; else 0.
+// A piece's channels begin .. end, all of one part. kTaps: how many there are, if that is known when this is compiled; else 0.
 template <class T, int kTaps>
-void sums(const Args& args, const Piece& piece) {
+void sums(const Args& args, const Piece& piece, const Part& part, int64_t begin, int64_t end) {
   const int64_t width = args.channels, past = kTaps > 0 ? kTaps - 1 : args.past;
   const T* const input = static_cast<const T*>(args.input) + piece.first * width;
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
-  T* const output = static_cast<T*>(args.output) + piece.first * width;
+  const int64_t own = part.end - part.begin;  // channels of a row of the output
+  T* const output = static_cast<T*>(part.data) + piece.first * own - part.begin;
   for (int64_t i = piece.from; i < piece.to; ++i) {
     const int64_t missing = past > i ? past - i : 0;  // of the tokens before: they are in the state
-    for (int64_t c = piece.begin; c < piece.end; c += kLanes) {
-      const int64_t left = piece.end - c;
+    for (int64_t c = begin; c < end; c += kLanes) {
+      const int64_t left = end - c;
       Vec sum = bias != nullptr ? load_part(bias + c, left) : Vec{};
       if (piece.state != nullptr) {
         for (int64_t j = 0; j < missing; ++j)
@@ -38,7 +39,7 @@ void sums(const Args& args, const Piece& piece) {
           sum = fma(load_part(weight + j * width + c, left), load_part(rows + j * width, left), sum);
       }
       if (args.activation == Kind::kSilu) sum = sum / (1.0f + exp(-sum));
-      store_some(output + i * width + c, sum, left);
+      store_some(output + i * own + c, sum, left);
     }
   }
 }
@@ -60,8 +61,14 @@ void keep_last(const Args& args, const Piece& piece) {
 
 template <class T>
 void typed(const Args& args, const Piece& piece) {
-  if (args.past == 3) sums<T, 4>(args, piece);
-  else sums<T, 0>(args, piece);
+  for (int i = 0; i < args.num_parts; ++i) {
+    const Part& part = args.parts[i];
+    const int64_t begin = piece.begin > part.begin ? piece.begin : part.begin,
+                  end = piece.end < part.end ? piece.end : part.end;
+    if (begin >= end) continue;
+    if (args.past == 3) sums<T, 4>(args, piece, part, begin, end);
+    else sums<T, 0>(args, piece, part, begin, end);
+  }
   if (piece.from == 0 && piece.final_state != nullptr) keep_last<T>(args, piece);
 }
 

@@ -115,7 +115,8 @@ __device__ __forceinline__ int64_t request_at(const Args& args, int64_t row) {
 template <class T, int kChunk, int kTaps>
 struct Convolution {
   const Args& args;
-  int64_t channel;
+  int64_t channel, to_channels;  // to_channels: of a row of the output's part that has the thread's
+  T* to;                         // the thread's channels of that part's first row
   float bias[kChunk], weights[kTaps > 0 ? kTaps : 1][kChunk];
   float window[kTaps > 0 ? kTaps : 1][kChunk];  // token i of a run, counted from where that began, is at i mod kTaps
 
@@ -125,11 +126,13 @@ struct Convolution {
   __device__ __forceinline__ const T* input(int64_t row) const {
     return static_cast<const T*>(args.input) + row * args.channels + channel;
   }
-  __device__ __forceinline__ T* output(int64_t row) const {
-    return static_cast<T*>(args.output) + row * args.channels + channel;
-  }
+  __device__ __forceinline__ T* output(int64_t row) const { return to + row * to_channels; }
 
   __device__ __forceinline__ Convolution(const Args& a, int64_t c) : args(a), channel(c) {
+    const Part& part =
+        args.parts[(args.num_parts > 1 && c >= args.parts[0].end) + (args.num_parts > 2 && c >= args.parts[1].end)];
+    to_channels = part.end - part.begin;
+    to = static_cast<T*>(part.data) + (c - part.begin);
 #pragma unroll
     for (int j = 0; j < kTaps; ++j) load(weights[j], weight(j));
 #pragma unroll
@@ -159,7 +162,7 @@ struct Convolution {
     const T* x = input(request.first + from);
     T* y = output(request.first + from);
     if constexpr (kTaps == 0) {
-      for (int64_t i = from; i < from + count; ++i, y += args.channels) {
+      for (int64_t i = from; i < from + count; ++i, y += to_channels) {
         float sum[kChunk], token[kChunk], w[kChunk];
 #pragma unroll
         for (int c = 0; c < kChunk; ++c) sum[c] = bias[c];
@@ -178,7 +181,7 @@ struct Convolution {
         if (k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.channels);
 #pragma unroll
       for (int k = 1; k < kTaps; ++k) earlier(window[k], request, from, kTaps - k, state);
-      for (int i = 0; i < count; i += kTaps, y += kTaps * args.channels) {
+      for (int i = 0; i < count; i += kTaps, y += kTaps * to_channels) {
         Pack<T, kChunk> now[kTaps];
         x += kTaps * args.channels;
 #pragma unroll
@@ -197,7 +200,7 @@ struct Convolution {
           for (int j = 0; j < kTaps; ++j)
 #pragma unroll
             for (int c = 0; c < kChunk; ++c) sum[c] = fmaf(weights[j][c], window[(k + 1 + j) % kTaps][c], sum[c]);
-          finish(sum, y + k * args.channels);
+          finish(sum, y + k * to_channels);
         }
       }
     }
@@ -319,8 +322,8 @@ cudaError_t launch_chunks(const Args& args, cudaStream_t stream) {
 
 template <class T>
 cudaError_t launch_type(const Args& args, cudaStream_t stream) {
-  const bool wide = args.channels % kWide == 0 &&
-                    aligned({args.input, args.weight, args.bias, args.initial_state, args.output, args.final_state});
+  bool wide = aligned({args.input, args.weight, args.bias, args.initial_state, args.final_state});
+  for (int i = 0; i < args.num_parts; ++i) wide = wide && args.parts[i].end % kWide == 0 && aligned({args.parts[i].data});
   return wide ? launch_chunks<T, kWide>(args, stream) : launch_chunks<T, 1>(args, stream);
 }
 

@@ -21,16 +21,20 @@ namespace {
 constexpr int64_t kPieceTokens = 64, kPieceChannels = 256;  // of the CPU's pieces: what they read stays in the first cache
 constexpr double kMinWorkerCost = 1 << 16;                  // multiplications that are worth another thread
 
+Status check_sizes(const Call& call) {
+  if (call.attrs[kAttrSplit].i == 0) return {};
+  const int64_t first = call.attrs[kAttrFirst].i, second = call.attrs[kAttrSecond].i, third = call.attrs[kAttrThird].i;
+  const int64_t channels = call.dims[kDimC];
+  if (first <= channels && second <= channels && third <= channels && first + second + third == channels) return {};
+  return call.invalid("split is 1, and first, second and third are " + std::to_string(first) + ", " + std::to_string(second) +
+                      " and " + std::to_string(third) + "; expected channels that add up to C = " + std::to_string(channels));
+}
+
 Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   const Tensor &offsets = call.inputs[kCuSeqlens], &lens = call.inputs[kQueryLens];
   if (offsets.present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, offsets, call.dims[kDimN]));
-  for (int64_t b = 0; lens.present() && b < lens.shape[0]; ++b) {
-    const int32_t found = lens.as<const int32_t>()[b];
-    if (found < 0 || found > call.dims[kDimN])
-      return call.invalid("query_lens[" + std::to_string(b) + "] is " + std::to_string(found) +
-                          "; expected 0 .. N = " + std::to_string(call.dims[kDimN]));
-  }
+  if (lens.present()) LEANFLEET_RETURN_IF_ERROR(check_query_lens(call, lens, call.dims[kDimN]));
   if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
   return {};
 }
@@ -44,14 +48,20 @@ Args make_args(const Call& call) {
   args.query_lens = call.inputs[kQueryLens].as<const int32_t>();
   args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
   args.state_index = call.inputs[kStateIndex].as<const int32_t>();
-  args.output = call.outputs[kOutOutput].data;
+  args.channels = call.dims[kDimC];
+  const bool split = call.attrs[kAttrSplit].i != 0;
+  args.num_parts = split ? kMostParts : 1;
+  const int outputs[kMostParts] = {kOutOutput, kOutOutput2, kOutOutput3};
+  const int64_t sizes[kMostParts] = {split ? call.attrs[kAttrFirst].i : args.channels, call.attrs[kAttrSecond].i,
+                                     call.attrs[kAttrThird].i};
+  for (int64_t i = 0, begin = 0; i < args.num_parts; begin += sizes[i++])
+    args.parts[i] = {call.outputs[outputs[i]].data, begin, begin + sizes[i]};
   args.final_state = call.outputs[kOutFinalState].as<float>();
   args.dtype = static_cast<int32_t>(call.inputs[kInput].dtype);
   args.activation = static_cast<Kind>(call.attrs[kAttrActivation].i);
   args.batch = call.dims[kDimB];
   args.requests = call.inputs[kCuSeqlens].present() ? call.inputs[kCuSeqlens].shape[0] - 1 : args.batch;
   args.tokens = call.dims[kDimN];
-  args.channels = call.dims[kDimC];
   args.past = call.dims[kDimK];
   args.state_rows = call.inputs[kStateIndex].present() ? call.dims[kDimP] : args.requests;
   return args;
@@ -76,16 +86,19 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     keep_other_rows(*target.threads, args.initial_state, args.final_state, args.state_rows, row_floats, named);
   }
   if (args.cu_seqlens != nullptr && !covers_all_tokens(args.cu_seqlens, args.requests, args.tokens))
-    zero(call.outputs[kOutOutput]);
+    for (int output : {kOutOutput, kOutOutput2, kOutOutput3})
+      if (call.outputs[output].present()) zero(call.outputs[output]);
   const int64_t piece_tokens = std::max(kPieceTokens, args.past), strips = ceil_div(args.channels, kPieceChannels);
-  const auto row_bytes = static_cast<size_t>(args.channels * element_size(call.inputs[kInput].dtype));
   begins[0] = 0;
   for (int64_t q = 0; q < args.requests; ++q) {
     const RequestTokens own = own_tokens(args, q);
     begins[q + 1] = begins[q] + std::max<int64_t>(1, ceil_div(own.end - own.begin, piece_tokens));
-    if (args.query_lens != nullptr)
-      std::memset(static_cast<char*>(args.output) + static_cast<size_t>(q * args.tokens + own.end) * row_bytes, 0,
+    for (int i = 0; i < args.num_parts && args.query_lens != nullptr; ++i) {
+      const Part& part = args.parts[i];
+      const auto row_bytes = static_cast<size_t>((part.end - part.begin) * element_size(call.inputs[kInput].dtype));
+      std::memset(static_cast<char*>(part.data) + static_cast<size_t>(q * args.tokens + own.end) * row_bytes, 0,
                   static_cast<size_t>(args.tokens - own.end) * row_bytes);
+    }
   }
   const int64_t items = begins[args.requests] * strips;
   if (items == 0) return {};
@@ -129,6 +142,6 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_sizes, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::causal_conv

@@ -429,6 +429,7 @@ Tensor output_of(const Call& call, int output) {
   if (spec.like >= 0) {
     tensor = call.inputs[spec.like];
     tensor.data = nullptr;
+    tensor.dtype = dtype_of(call, spec.type);
     if (spec.repeats >= 0 && tensor.rank > 0 &&
         __builtin_mul_overflow(tensor.shape[0], call.attrs[spec.repeats].i, &tensor.shape[0]))
       tensor.shape[0] = INT64_MAX;  // more elements than any tensor has

@@ -299,8 +299,8 @@ enum Input { kGateUp, kUp, kSkip, kSkipScale };
 enum Output { kOutOutput };
 enum Attr { kAttrActivation };
 enum Dim { kDimB, kDimN, kDimF, kDimH };
-enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu };
-inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu"};
+enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu, kActivationSigmoid };
+inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid"};
 inline constexpr TensorSpec kInputs[] = {
     {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"up", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
@@ -311,7 +311,7 @@ inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 4, 4, kActivationValues, nullptr, -1, nullptr},
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 5, 5, kActivationValues, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 3}}, 0},
@@ -409,9 +409,9 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 
 namespace causal_conv {
 enum Input { kInput, kWeight, kBias, kInitialState, kQueryLens, kCuSeqlens, kStateIndex };
-enum Output { kOutOutput, kOutFinalState };
-enum Attr { kAttrActivation, kAttrReturnState };
-enum Dim { kDimB, kDimN, kDimC, kDimK, kDimP, kDimQ };
+enum Output { kOutOutput, kOutFinalState, kOutOutput2, kOutOutput3 };
+enum Attr { kAttrActivation, kAttrReturnState, kAttrSplit, kAttrFirst, kAttrSecond, kAttrThird };
+enum Dim { kDimB, kDimN, kDimC, kDimK, kDimP, kDimQ, kDimFirst, kDimSecond, kDimThird };
 enum Activation { kActivationNone, kActivationSilu };
 inline constexpr const char* kActivationValues[] = {"none", "silu"};
 inline constexpr TensorSpec kInputs[] = {
@@ -424,22 +424,60 @@ inline constexpr TensorSpec kInputs[] = {
     {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 2}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"final_state", TypeVar::kF, false, -1, 3, -1, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"output_2", TypeVar::kT, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {7, 0, -1, 0}}}}},
+    {"output_3", TypeVar::kT, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1, nullptr},
     {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"split", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 6, nullptr},
+    {"second", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 7, nullptr},
+    {"third", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 8, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kFixed, {RefKind::kInput, 5}, 1, {{RefKind::kSymbol, 0}}, 1},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 6}, {RefKind::kInput, 3}}, 0},
     {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 4}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "N", "C", "K", "P", "Q"};
-inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 2, 2, 3, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr const char* kSymbols[] = {"B", "N", "C", "K", "P", "Q", "first", "second", "third"};
+inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 4, 6, 3, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_conv
+
+namespace decay_gates {
+enum Input { kInput, kRate, kBias, kBetaInput, kQueryLens };
+enum Output { kOutLogDecay, kOutStep, kOutBeta };
+enum Attr { kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta };
+enum Dim { kDimB, kDimN, kDimH, kDimD };
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"rate", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
+    {"bias", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{2, 0, -1, 0}}}, {0, {}, 2, -1, {{2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"beta_input", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"log_decay", TypeVar::kF, false, 0, -1, -1, 0, {}, 0, {}},
+    {"step", TypeVar::kF, false, 0, -1, -1, 1, {3}, 0, {}},
+    {"beta", TypeVar::kF, false, -1, -1, -1, 1, {4}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"step_min", AttrType::kFloat, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"step_max", AttrType::kFloat, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"beta_scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"return_step", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"return_beta", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 3}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "N", "H", "D"};
+inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 5, 1, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace decay_gates
 
 namespace all_reduce {
 enum Input { kInput };
@@ -514,6 +552,7 @@ inline const Op kOps[] = {
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
     {&gated_delta_rule_grad::kSpec, &gated_delta_rule_grad::kImpl},
     {&causal_conv::kSpec, &causal_conv::kImpl},
+    {&decay_gates::kSpec, &decay_gates::kImpl},
     {&all_reduce::kSpec, &all_reduce::kImpl},
     {&all_gather::kSpec, &all_gather::kImpl},
     {&merge_attention::kSpec, &merge_attention::kImpl},

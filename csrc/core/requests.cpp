@@ -74,6 +74,16 @@ Status check_cu_seqlens(const Call& call, const Tensor& cu_seqlens, int64_t toke
   return {};
 }
 
+Status check_query_lens(const Call& call, const Tensor& query_lens, int64_t tokens) {
+  for (int64_t b = 0; b < query_lens.shape[0]; ++b) {
+    const int32_t found = query_lens.as<const int32_t>()[b];
+    if (found < 0 || found > tokens)
+      return call.invalid("query_lens[" + std::to_string(b) + "] is " + std::to_string(found) +
+                          "; expected 0 .. N = " + std::to_string(tokens));
+  }
+  return {};
+}
+
 Status check_state_index(const Call& call, const Tensor& state_index, int64_t rows, const Tensor& cu_seqlens) {
   const int32_t* index = state_index.as<const int32_t>();
   for (int64_t i = 0; i < state_index.shape[0]; ++i) {

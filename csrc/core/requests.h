@@ -12,6 +12,8 @@ namespace leanfleet {
 Status check_log_decay(const Call& call, const Tensor& log_decay, const Tensor& cu_seqlens);
 // Offsets begin at 0, do not fall and end at the last of `tokens` or before; tokens behind are padding.
 Status check_cu_seqlens(const Call& call, const Tensor& cu_seqlens, int64_t tokens);
+// So many tokens of each batch row.
+Status check_query_lens(const Call& call, const Tensor& query_lens, int64_t tokens);
 // Rows of a pool of so many, none of them twice. A request without tokens may have -1.
 Status check_state_index(const Call& call, const Tensor& state_index, int64_t rows, const Tensor& cu_seqlens);
 

@@ -127,6 +127,12 @@ inline Vec exp(Vec x) {
   return select(underflow, Vec{}, p * power_of_two(shifted));
 }
 
+// 1 / (1 + exp(-x)); 0 below -87, and NaN stays.
+inline Vec sigmoid(Vec x) {
+  const Vec rest = select((VecInt)(x < -87.0f), Vec{}, x);
+  return select((VecInt)(x >= -87.0f), 1.0f / (1.0f + exp(-x)), rest);
+}
+
 // e^x for x <= 0, rounded but for a few units in 10 of the last place: an error in γ counts at every token again.
 // x = n ln2 + r, |r| <= ln2/2, then a polynomial of degree 7 whose last sum is the only rounding that matters.
 inline Vec exp_of_decay(Vec x) {

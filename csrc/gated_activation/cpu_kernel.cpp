@@ -8,6 +8,7 @@ namespace {
 template <Kind kind>
 Vec activated(Vec gate) {
   if constexpr (kind == Kind::kSilu) return gate / (1.0f + exp(-gate));
+  if constexpr (kind == Kind::kSigmoid) return sigmoid(gate);
   if constexpr (kind == Kind::kGeluTanh)
     return gate / (1.0f + exp(-kTanhScale * gate * fma(gate * gate, broadcast(kTanhCube), broadcast(1.0f))));
   if constexpr (kind == Kind::kRelu) return select((VecInt)(gate < 0.0f), Vec{}, gate);  // NaN stays
@@ -55,6 +56,7 @@ void typed(const Args& args, int64_t begin, int64_t end) {
     case Kind::kGelu: return rows_of<T, Kind::kGelu>(args, begin, end);
     case Kind::kGeluTanh: return rows_of<T, Kind::kGeluTanh>(args, begin, end);
     case Kind::kRelu: return rows_of<T, Kind::kRelu>(args, begin, end);
+    case Kind::kSigmoid: return rows_of<T, Kind::kSigmoid>(args, begin, end);
   }
 }
 

@@ -6,7 +6,7 @@
 namespace leanfleet::gated_activation {
 
 // In the order of the schema's values.
-enum class Kind : int32_t { kSilu, kGelu, kGeluTanh, kRelu };
+enum class Kind : int32_t { kSilu, kGelu, kGeluTanh, kRelu, kSigmoid };
 
 struct Args {
   const void *gate, *up;  // T [rows,width], rows `pitch` elements apart

@@ -15,6 +15,7 @@ constexpr int64_t kMostBlocks = int64_t{1} << 30;
 template <Kind kind>
 __device__ float activated(float gate) {
   if constexpr (kind == Kind::kSilu) return __fdividef(gate, 1.0f + __expf(-gate));
+  if constexpr (kind == Kind::kSigmoid) return __fdividef(1.0f, 1.0f + __expf(-gate));
   if constexpr (kind == Kind::kGelu) return 0.5f * gate * (1.0f + erff(gate * kSqrtHalf));
   if constexpr (kind == Kind::kGeluTanh)
     return __fdividef(gate, 1.0f + __expf(-kTanhScale * gate * (1.0f + kTanhCube * gate * gate)));
@@ -77,6 +78,7 @@ int launch_type(const Args& args, cudaStream_t stream) {
     case Kind::kGelu: return launch_kind<T, Kind::kGelu>(args, stream);
     case Kind::kGeluTanh: return launch_kind<T, Kind::kGeluTanh>(args, stream);
     case Kind::kRelu: return launch_kind<T, Kind::kRelu>(args, stream);
+    case Kind::kSigmoid: return launch_kind<T, Kind::kSigmoid>(args, stream);
     default: return launch_kind<T, Kind::kSilu>(args, stream);
   }
 }

@@ -15,6 +15,7 @@ from leanfleet.export.fusions.cancel_transposes import cancel_transposes
 from leanfleet.export.fusions.divide_by_roots import divide_by_roots
 from leanfleet.export.fusions.drop_transposes import drop_transposes
 from leanfleet.export.fusions.fold_scales import fold_scales
+from leanfleet.export.fusions.fuse_decay_gates import fuse_decay_gates
 from leanfleet.export.fusions.fuse_gates import fuse_gates
 from leanfleet.export.fusions.fuse_residuals import fuse_residuals
 from leanfleet.export.fusions.fuse_rotary import fuse_rotary
@@ -28,6 +29,7 @@ from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.plain_softplus import plain_softplus
 from leanfleet.export.fusions.regroup_columns import regroup_columns
 from leanfleet.export.fusions.rotate_inside import rotate_inside
+from leanfleet.export.fusions.split_convolutions import split_convolutions
 from leanfleet.export.fusions.attend_packed import attend_packed
 
 __all__ = ["MICROSOFT", "PASSES", "fuse_for_onnxruntime", "set_function"]
@@ -42,8 +44,10 @@ PASSES: tuple[Pass, ...] = (
     regroup_columns,
     pack_projections,
     merge_splits,  # of packed projections
+    split_convolutions,  # after merge_splits
     fuse_gates,  # likewise
     plain_softplus,
+    fuse_decay_gates,  # of plain softpluses
     narrow_norms,  # that divide by roots
     fuse_residuals,  # norms that divide by roots
     fuse_rotary,

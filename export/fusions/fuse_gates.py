@@ -37,8 +37,8 @@ def _activation(value: ir.Value | None) -> tuple[str, ir.Value] | None:
     node = None if value is None else value.producer()
     if node is None or node.domain not in ("", MICROSOFT) or not node.inputs or node.inputs[0] is None:
         return None
-    if node.op_type == "Relu":
-        return "relu", node.inputs[0]
+    if node.op_type in ("Relu", "Sigmoid"):
+        return node.op_type.lower(), node.inputs[0]
     if node.op_type == "Gelu":
         return "gelu_tanh" if node.attributes.get_string("approximate", "none") == "tanh" else "gelu", node.inputs[0]
     if node.op_type == "Mul" and node.domain == "":
@@ -90,6 +90,8 @@ def _apart(node: ir.Node) -> tuple[str, ir.Value, ir.Value] | None:
         if found is None or up is None or up is active or not read_by(active, node):
             continue
         gate = found[1]
+        if up is gate and found[0] == "sigmoid":  # silu itself
+            continue
         if gate.shape is None or up.shape is None or len(gate.shape) not in (2, 3, 4) or not named(gate.shape):
             continue
         last = gate.shape[2 if len(gate.shape) > 2 else 1 :]

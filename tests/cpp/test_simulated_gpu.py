@@ -14,7 +14,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import reference
-from support import attention_cases, conv_cases, delta_cases, linear_cases, merging_cases, quantised_cases, ranks
+from support import attention_cases, conv_cases, delta_cases, gate_cases, linear_cases, merging_cases, quantised_cases, ranks
 from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
@@ -47,7 +47,7 @@ def test_gated_activation(gated_activation, dtype):
     """Widths of whole vectors and of none; the first test of the real kernels that needs nothing but C++."""
     for width in (1, 7, 64, 520):
         gate_up = torch.randn(3, 5, 2, width, generator=torch.manual_seed(width)).to(dtype)
-        for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"):
             apart = {"gate_up": gate_up[:, :, 0].contiguous(), "up": gate_up[:, :, 1].contiguous()}
             heads = torch.randn(4 if width % 4 == 0 else 1, generator=torch.manual_seed(1))
             skip = {"skip": apart["up"].flip(1).contiguous(), "skip_scale": heads}
@@ -56,6 +56,14 @@ def test_gated_activation(gated_activation, dtype):
                 (exact,) = reference.gated_activation(**{n: t.double() for n, t in inputs.items()}, activation=activation)
                 rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
                 torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
+
+
+@pytest.mark.parametrize("dtype", gate_cases.DTYPES, ids=str)
+def test_decay_gates(tmp_path, dtype):
+    folder = build(tmp_path, [gate_cases.NAME])
+    for seed, sizes in enumerate(gate_cases.SIZES):
+        for inputs, attrs in gate_cases.calls(sizes, dtype, seed):
+            gate_cases.assert_right(run_simulated(folder, gate_cases.NAME, inputs, attrs), inputs, attrs)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +126,7 @@ def causal_conv(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_causal_conv(causal_conv, dtype):
     """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
-    attrs = {"return_state": 1, "activation": "silu"}
+    usual = {"return_state": 1, "activation": "silu"}
     for n, options in (
         (1, dict(c=64, pool=True)),
         (2, dict(c=7, past=4, state=True, bias=True)),
@@ -131,6 +139,7 @@ def test_causal_conv(causal_conv, dtype):
     ):
         for in_place in (False, True):
             inputs = conv_cases.make(n, dtype=dtype, **options)
+            attrs = usual | (conv_cases.parts_of(inputs) if in_place else {})
             given = {name: x.clone() for name, x in inputs.items()}
             found = run_simulated(causal_conv, conv_cases.NAME, given, attrs, in_place=in_place)
             conv_cases.assert_right(found, inputs, attrs)

@@ -436,8 +436,10 @@ def test_each_pass_reports_how_often_it_applied():
         "regroup_columns": 0,
         "pack_projections": 2,
         "merge_splits": 0,
+        "split_convolutions": 0,
         "fuse_gates": 0,
         "plain_softplus": 0,
+        "fuse_decay_gates": 0,
         "narrow_norms": 0,
         "fuse_residuals": 0,
         "fuse_rotary": 2,
@@ -505,7 +507,8 @@ GELU_TANH = torch.nn.GELU(approximate="tanh")
         (Gated(torch.nn.GELU()), 1),
         (Gated(GELU_TANH, packed=True), 1),
         (Gated(torch.nn.ReLU()), 1),
-        (Gated(torch.nn.Sigmoid()), 0),
+        (Gated(torch.nn.Sigmoid()), 1),
+        (Gated(torch.nn.Tanh()), 0),
         (Gated(torch.nn.SiLU(), order=(1, 0)), 1),  # the gate behind the values
         (Gated(GELU_TANH, packed=True, order=(1, 0)), 1),
         (Gated(torch.nn.SiLU(), order=(0, 0)), 1),  # of values apart

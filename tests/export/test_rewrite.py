@@ -37,6 +37,7 @@ from support.rewrite_models import (
     qkv,
     run,
     rounded,
+    single,
 )
 
 
@@ -1389,6 +1390,31 @@ def test_linear_attention_back(layout, decay, state):
     close(run(again, feed, True), run(model, feed, True), "CausalLinearDecay")
 
 
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_linear_attention_with_beta_back(layout):
+    beta = np.abs(normal(B, HKV, 9) if layout == "bhnd" else normal(B, 9, HKV))
+    model, feed = decay_model(dict(layout=layout, return_state=1), beta=beta)
+    is_back(model, feed, "LinearAttention", "com.microsoft")
+
+
+@pytest.mark.parametrize("kind", ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"))
+@pytest.mark.parametrize("form", ("halves", "apart", "skip"))
+def test_gated_activation_back(kind, form):
+    inputs = {"gate_up": normal(2, 3, 2, 8)} if form == "halves" else {"gate_up": normal(2, 3, 8), "up": normal(2, 3, 8)}
+    if form == "skip":
+        inputs |= {"skip": normal(2, 3, 8), "skip_scale": normal(4)}
+    is_back(*single("GatedActivation", inputs, {"activation": kind}), "Mul", "")
+
+
+@pytest.mark.parametrize("state", (False, True))
+def test_causal_conv_of_three_parts_back(state):
+    inputs = {"input": normal(2, 9, 12), "weight": normal(4, 12), "bias": normal(12)}
+    attributes = dict(activation="silu", split=1, first=4, second=2, third=6, return_state=int(state))
+    if state:
+        inputs["initial_state"] = normal(2, 3, 12)
+    is_back(*single("CausalConv", inputs, attributes), "CausalConvWithState", "com.microsoft")
+
+
 @pytest.mark.parametrize("heads", ((2, 2, 6), (1, 1, 4)))
 def test_linear_attention_of_shared_heads_and_back(heads):
     inputs, attributes = linear(n=9, heads=heads)
@@ -1425,6 +1451,14 @@ def test_linear_attention_of_shared_heads_and_back(heads):
         (lambda: decay_model(dict(scale=0.0), outputs=("output",)), "scale is 0"),
         (lambda: decay_model({}, dtype=np.float16, outputs=("output",)), "rounded to the type of query"),
         (lambda: decay_model({}, outputs=("output",), state_index=np.array([1, 0], np.int32)), "pool of states"),
+        (
+            lambda: single(
+                "GatedActivation",
+                {name: normal(2, 3, 8).astype(np.float16) for name in ("gate_up", "up", "skip")} | {"skip_scale": normal(2)},
+                {},
+            ),
+            "skip_scale is float32",
+        ),
     ],
 )
 def test_left_alone_on_the_way_back(make, message):

@@ -7,7 +7,7 @@ import torch
 
 from leanfleet.export import causal_conv, causal_conv_, reference
 from support import ort_models
-from support.conv_cases import NAME, assert_right, make
+from support.conv_cases import NAME, assert_right, make, parts_of
 from support.kernels import run_kernel
 from support.linear_cases import OPS, one_node_model, session_of
 
@@ -43,6 +43,13 @@ def any_calls(dtype):
     wrong["cu_seqlens"] = torch.tensor([-5, 8, 1000], dtype=torch.int32)
     yield wrong, SILU
     yield make(90, c=16, past=80, dtype=dtype, state=True), SILU
+    for n, c in ((1, 32), (40, 300), (17, 7), (9, 520), (5, 1)):
+        inputs = make(n, c=c, dtype=dtype, state=True, bias=True)
+        yield inputs, SILU | parts_of(inputs)
+    inputs = make(30, b=3, c=24, dtype=dtype, lens=(30, 0, 7))
+    yield inputs, SILU | {"split": 1, "first": 0, "second": 20, "third": 4}
+    inputs = make(50, c=24, dtype=dtype, packed=[3, 8, 45], pool=True)
+    yield inputs, SILU | {"split": 1, "first": 11, "second": 13, "third": 0}
 
 
 @pytest.mark.everywhere

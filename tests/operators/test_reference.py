@@ -689,6 +689,7 @@ def example_calls(randn, dtype=F64, state_dtype=F64):
                 initial_norm=f(5, 2, 4),
                 cu_seqlens=offsets,
                 state_index=int32(3, 1),
+                beta=f(1, 2, 9).abs(),
             ),
             dict(normalize=1, return_state=1),
         ),

@@ -241,6 +241,12 @@ def samples():
         ),
         "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
         "gated_activation": (ops.gated_activation.default, [randn(2, 3, 2, 8)], {"activation": "gelu"}),
+        "decay_gates": (ops.decay_gates.default, [randn(2, 5, 3), -torch.ones(3)], {}),
+        "decay_gates all": (
+            ops.decay_gates.default,
+            [randn(2, 9, 3, 4), -torch.ones(3), randn(3, 4), randn(2, 9, 3), lens],
+            {"return_step": True, "return_beta": True},
+        ),
         "all_reduce": (ops.all_reduce.default, [randn(2, 3)], {}),
         "all_gather": (ops.all_gather.default, [randn(2, 3)], {"world": 1}),
         "merge_attention": (ops.merge_attention.default, [randn(2, 1, 3, 4, 8), randn(2, 1, 3, 4)], {}),
@@ -253,6 +259,7 @@ def samples():
             {"grad_decay": True, "grad_state": True},
         ),
         "causal_conv": (ops.causal_conv.default, conv, {"return_state": True, "activation": "silu"}),
+        "causal_conv split": (ops.causal_conv.default, conv[:2], {"split": True, "first": 1, "second": 2, "third": 3}),
         "causal_conv no state": (ops.causal_conv.default, [*conv[:2], randn(6)], {}),
         "causal_conv_": (ops.causal_conv_.default, conv, {}),
     }
@@ -278,6 +285,8 @@ def samples():
         "sample_tokens counts",
         "sample_tokens_",
         "gated_activation",
+        "decay_gates",
+        "decay_gates all",
         "all_reduce",
         "all_gather",
         "merge_attention",
@@ -286,6 +295,7 @@ def samples():
         "gated_delta_rule_",
         "gated_delta_rule_grad",
         "causal_conv",
+        "causal_conv split",
         "causal_conv no state",
         "causal_conv_",
     ],
@@ -416,7 +426,7 @@ def test_an_error_is_raised_again_and_leaves_later_calls_alone(monkeypatch):
         (3, {"query": 0}, "multiple values for argument 'query'"),
         (2, {}, "missing a required argument: 'value'"),
         (3, {"window": 1}, "unexpected keyword argument 'window'"),
-        (9, {}, "too many positional arguments"),
+        (10, {}, "too many positional arguments"),
     ],
 )
 def test_wrong_signatures_are_type_errors(args, kwargs, message):

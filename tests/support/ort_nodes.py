@@ -97,7 +97,11 @@ VARIANTS = {
         ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
     ],
     "GatedActivation": [
-        *((more, {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu") for more in ([], ["up"])),
+        *(
+            (more, {"activation": kind}, {})
+            for kind in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid")
+            for more in ([], ["up"])
+        ),
         (["up", "skip", "skip_scale"], {}, {"H": 5}),
     ],
     "GatedDeltaRule": [
@@ -122,6 +126,17 @@ VARIANTS = {
         (["initial_state", "state_index"], {"return_state": 1, "activation": "silu"}, {"N": 1, "C": 32}),
         (["bias", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1}, {"B": 1, "K": 1}),
         (["cu_seqlens"], {"return_state": 1, "activation": "silu"}, {"B": 1, "N": 70}),
+        (["initial_state"], {"return_state": 1, "split": 1, "first": 16, "second": 8, "third": 8}, {"C": 32}),
+        (["query_lens"], {"split": 1, "first": 3, "second": 4, "third": 6}, {"C": 13, "N": 9}),
+    ],
+    "DecayGates": [
+        ([], {}, {}),
+        (
+            ["bias", "beta_input", "query_lens"],
+            {"return_step": 1, "return_beta": 1, "step_max": 2.0, "step_min": 0.25},
+            {"Nq": 9},
+        ),
+        (["per_key input", "per_key bias", "beta_input"], {"return_step": 1, "return_beta": 1, "beta_scale": 2.0}, {"N": 40}),
     ],
     "AllReduce": [([], {"communicator": "world"}, {})],
     "AllGather": [([], {"communicator": "world", "world": 1}, {})],
@@ -209,6 +224,7 @@ def variant(name, index, dtype):
     rank_of = {"per_token": 3, "per_key": 4, "one": 1, "channels": 3}
     said = {words[1]: words[0] for e in extra if len(words := e.split()) == 2}
     ranks = {name: rank_of[word] for name, word in said.items() if word in rank_of}  # of others the first
+    ranks |= {"bias": 2} if "bias" in ranks else {}  # [H,D] beside [B,N,H,D]
     forms = {name: word for name, word in said.items() if word in spec.TYPES["C"]}
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}

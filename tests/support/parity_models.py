@@ -65,6 +65,10 @@ VARIANTS = {
         (DRAWS | {"active"}, {}),
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
+    "DecayGates": [
+        ({"bias", "query_lens"}, {"return_step": 1}),
+        ({"per_key input", "beta_input"}, {"return_step": 1, "return_beta": 1, "step_max": 1.5}),
+    ],
     "AllReduce": [(set(), {}), (set(), {})],
     "AllGather": [(set(), {}), (set(), {})],
     "MergeAttention": [(set(), {}), (set(), {})],

@@ -265,17 +265,21 @@ def lean_model(attributes, opset=24, shapes=None, outputs=("output",), **tensors
     return node_model(op, tensors, attributes, outputs, opset, shapes or {})
 
 
-def node_model(op, tensors, attributes, outputs, opset, shapes=None):
+def node_model(op, tensors, attributes, outputs, opset, shapes=None, ranks=None):
     """One leanfleet node with its function."""
     arrays = {t.name: tensors.get(t.name) for t in op.inputs}
     while list(arrays.values())[-1] is None:
         arrays.popitem()
     inputs = {name: a if a is None else (a, (shapes or {}).get(name, a.shape)) for name, a in arrays.items()}
-    names = [t.name for t in op.active_outputs(attributes)]
+    active = op.active_outputs(attributes)
+    names = [t.name if t in active else "" for t in op.outputs]
+    while not names[-1]:
+        names.pop()
+    half = next(iter(tensors.values())).dtype == np.float16
     declared = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v[0].dtype), v[1]) for n, v in inputs.items() if v
     ]
-    ranks = {
+    ranks = ranks or {
         "output": 4,
         "final_state": 4,
         "lse": 3,
@@ -284,12 +288,7 @@ def node_model(op, tensors, attributes, outputs, opset, shapes=None):
         "normalizer": 3,
         "final_norm": 3,
     }
-    results = [
-        helper.make_tensor_value_info(
-            n, FLOAT if n == "lse" or tensors["query"].dtype != np.float16 else HALF, [None] * ranks[n]
-        )
-        for n in outputs
-    ]
+    results = [helper.make_tensor_value_info(n, HALF if half and n != "lse" else FLOAT, [None] * ranks[n]) for n in outputs]
     node = helper.make_node(
         op.name, [n if v else "" for n, v in inputs.items()], names, domain="leanfleet", name="ours", **attributes
     )
@@ -303,6 +302,15 @@ def node_model(op, tensors, attributes, outputs, opset, shapes=None):
     from leanfleet.export import function_bodies
 
     return ir.to_proto(function_bodies.attach(model)), {n: v[0] for n, v in inputs.items() if v}
+
+
+def single(name, inputs, attributes, opset=21):
+    """A model of one leanfleet node of [B,N,...] tensors with its function, and all its outputs; and what to feed it."""
+    from leanfleet import spec
+
+    op = spec.all_specs()[name]
+    outputs = [t.name for t in op.active_outputs(attributes)]
+    return node_model(op, inputs, attributes, outputs, opset, ranks=dict.fromkeys(outputs, 3))
 
 
 def bhnd(n, s, layout="bhnd"):

@@ -1,0 +1,88 @@
+"""Times DecayGates on CUDA beside PyTorch, eager and compiled, and writes JSON and a table.
+
+    python -m bench.kernels.decay_gates OUT [--rounds 30] [--drawn 20]
+
+writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events, all contenders of a line in turn, with the
+L2 cache flushed by reading before each. The floor is inputs and outputs moved once at 4.25 TB/s, what an H200 reaches in
+copies. Lines with D are of a decay for each key dimension. --drawn adds shapes that are drawn from a seed.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from bench.kernels.timing import Launches, captured, times
+
+COPY_BYTES_PER_US = 4.25e6
+SEED = 20261128
+# (B, N, H, D or None): heads of Falcon-H1 1.5B, Qwen3-Next, Nemotron-H and Kimi-Linear, in prompts and steps.
+SHAPES = [(16, 2048, 24, None), (1, 8192, 32, None), (1, 8192, 128, None), (1, 8192, 32, 128)]
+SHAPES += [(1, 1, 24, None), (64, 1, 32, None), (64, 1, 128, None), (64, 1, 32, 128)]
+
+
+def drawn(count):
+    """B from 1 to 64, N from 1 to 16k with at most 2^16 tokens together, H from 1 to 128, a third with D from 16 to 256."""
+    draw, shapes = random.Random(SEED), []
+    while len(shapes) < count:
+        batch, tokens, heads = round(2 ** draw.uniform(0, 6)), round(2 ** draw.uniform(0, 14)), round(2 ** draw.uniform(0, 7))
+        width = None if draw.random() < 2 / 3 else 8 * draw.randint(2, 32)
+        if batch * tokens <= 1 << 16 and batch * tokens * heads * (width or 1) <= 1 << 27:
+            shapes.append((batch, tokens, heads, width))
+    return shapes
+
+
+def gates(raw, rate, bias, beta_input):
+    step = torch.nn.functional.softplus(raw.float() + bias)
+    return (rate.unsqueeze(-1) if raw.dim() == 4 else rate) * step, step, beta_input.float().sigmoid()
+
+
+def line(shape, rounds):
+    B, N, H, D = shape
+    heads = (H,) if D is None else (H, D)
+    raw = torch.randn(B, N, *heads, device="cuda", dtype=torch.bfloat16)
+    rate, bias = -torch.rand(H, device="cuda"), torch.randn(heads, device="cuda")
+    beta_input = torch.randn(B, N, H, device="cuda", dtype=torch.bfloat16)
+    inputs = {"input": raw, "rate": rate, "bias": bias, "beta_input": beta_input}
+    launches, compiled = Launches("DecayGates", inputs, {"return_step": 1, "return_beta": 1}), torch.compile(gates)
+    calls = {"torch": lambda: gates(*inputs.values()), "torch.compile": lambda: compiled(*inputs.values())}
+    found = list(launches.run().values())
+    for name, call in calls.items():
+        for x, y in zip(found, call(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=f"{shape}: apart from {name}")
+    graphs = {"ours": launches.capture()} | {name: captured(call) for name, call in calls.items()}
+    medians = {name: statistics.median(t) for name, t in times(graphs, rounds).items()}
+    print(shape, {name: round(t, 2) for name, t in medians.items()}, flush=True)
+    moved = sum(x.numel() * x.element_size() for x in (*inputs.values(), *found))
+    return {"shape": shape, "type": "bfloat16", "floor_us": moved / COPY_BYTES_PER_US, "us": medians}
+
+
+def table(report):
+    names = list(report["rows"][0]["us"])
+    lines = [f"{report['gpu']}, {report['date']}, bfloat16.", ""]
+    lines += ["| B, N, H, D | floor µs | " + " | ".join(f"{n} µs" for n in names) + " |", "|---" * (2 + len(names)) + "|"]
+    for row in report["rows"]:
+        cells = [", ".join("-" if n is None else str(n) for n in row["shape"]), f"{row['floor_us']:.2f}"]
+        lines.append("| " + " | ".join([*cells, *(f"{row['us'][n]:.2f}" for n in names)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--drawn", type=int, default=0)
+    arguments = parser.parse_args()
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": []}
+    for shape in [*SHAPES, *drawn(arguments.drawn)]:  # what is measured is kept where the rest is not
+        report["rows"].append(line(shape, arguments.rounds))
+        arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(table(report))
+
+
+if __name__ == "__main__":
+    main()
