@@ -885,10 +885,15 @@ def _delta_unit_rows_grad(ops, x, unit, grad):
 # CausalConv
 
 
+def _columns(ops, x, a, count):
+    """With columns, so many of x from first_column on."""
+    return ops.Slice(x, [a.first_column], ops.Add(count, a.first_column), [-1]) if a.columns else x
+
+
 def _causal_conv(ops, x, a, ranks):
     """Gathers the K + 1 tokens that a token's sum is of, from the state and the tokens behind it."""
-    tokens, channels = ops.size(x.input, 1), ops.size(x.input, 2)
-    given, weight = ops.float(x.input), ops.float(x.weight)
+    tokens, channels = ops.size(x.input, 1), ops.size(x.weight, 1)
+    given, weight = ops.float(_columns(ops, x.input, a, channels)), ops.float(x.weight)
     past = ops.Sub(ops.size(weight, 0), 1)
     index = None
     if x.cu_seqlens is not None:  # requests as rows of a batch
@@ -1212,7 +1217,10 @@ def _silu(ops, x):
 
 
 def _gated_activation(ops, x, a, ranks):
-    pair = (x.gate_up, x.up) if x.up is not None else (ops.Gather(x.gate_up, i, axis=2) for i in (0, 1))
+    if x.up is not None:
+        pair = _columns(ops, x.gate_up, a, ops.size(x.up, 2)), x.up
+    else:
+        pair = (ops.Gather(x.gate_up, i, axis=2) for i in (0, 1))
     gate, up = map(ops.float, pair)
     if x.skip is not None:
         heads = ops.Concat([0, 0], ops.Shape(x.skip_scale), [-1], axis=0)

@@ -1177,6 +1177,16 @@ def _delta_backward(query, key, value, log_decay, beta, do, state, ds):
     return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
 
 
+def _columns(op, name, tensor, first, count):
+    """So many columns of a tensor from `first` on."""
+    width = tensor.shape[-1]
+    _check(
+        first + count <= width,
+        f"{op}: columns is 1, first_column is {first}, and {name} has {width} columns; expected {count} from first_column on",
+    )
+    return tensor[..., first : first + count]
+
+
 def causal_conv(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -1188,6 +1198,8 @@ def causal_conv(
     *,
     activation: str = "none",
     return_state: int = 0,
+    columns: int = 0,
+    first_column: int = 0,
     split: int = 0,
     first: int = 0,
     second: int = 0,
@@ -1200,7 +1212,8 @@ def causal_conv(
     absent: zeros. query_lens I [B]: tokens of each row, clamped to [0, N]; absent: N. cu_seqlens, state_index: as in
     causal_linear_decay. activation: "none" or "silu".
     Returns output T [B,N,C], 0 where a token is of no request, and with return_state final_state F, shaped as initial_state.
-    With split the output is three tensors, of first, second and third channels: the first in its place, the others last.
+    With split the output is three tensors, of first, second and third channels: the first in its place, the others last. With
+    columns input is wider, and its C columns from first_column on are taken.
     Source: Dao & Gu, "Transformers are SSMs" (2024), section 7. Raises ValueError for wrong shapes and types.
 
     Example:
@@ -1212,6 +1225,8 @@ def causal_conv(
     """
     op = "CausalConv"
     match, dims, compute, float_out = _begin(op, "bhnd", input, compute_dtype)
+    if columns:
+        input = _columns(op, "input", input, first_column, weight.shape[-1])
     match("input", input, "T", "B N C")
     match("weight", weight, "T", "K+1 C")
     match("bias", bias, "T", "C")
@@ -1665,11 +1680,13 @@ def gated_activation(
     skip_scale: torch.Tensor | None = None,
     *,
     activation: str = "silu",
+    columns: int = 0,
+    first_column: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor]:
     """activation(gate) * up of gate_up T [B,N,2,F], the gate first: (output T [B,N,F],). Or of gate_up T [B,N,F], the gate
     alone, and up T [B,N,F]; with skip T [B,N,F] and skip_scale float32 [H] of up + skip_scale * skip, each head's F/H columns
-    times its scale.
+    times its scale. With columns the gate is F columns of a wider gate_up, from first_column on.
 
     activation: "silu", "gelu", "gelu_tanh", "relu" or "sigmoid". Computed in float32, in float64 for float64 inputs, and
     rounded once. Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 5. Raises ValueError for another shape or
@@ -1683,6 +1700,9 @@ def gated_activation(
         print(output.shape)  # torch.Size([1, 3, 4])
     """
     match, dims, compute, _ = _begin("GatedActivation", "bhnd", gate_up, compute_dtype)
+    _check(not columns or up is not None, "GatedActivation: columns needs up")
+    if columns and up is not None:
+        gate_up = _columns("GatedActivation", "gate_up", gate_up, first_column, up.shape[-1])
     match("gate_up", gate_up, "T", "B N 2 F" if up is None else "B N F")
     if up is not None:
         match("up", up, "T", "B N F")

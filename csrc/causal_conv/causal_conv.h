@@ -22,7 +22,7 @@ constexpr int kMostParts = 3;
 // output_i = act(bias + sum over j of weight_j x_(i-past+j)). Request q is the first query_lens[q] tokens of batch row q or,
 // with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0, all clamped to [0, N].
 struct Args {
-  const void *input, *weight, *bias;  // T [B,N,C], [past+1,C], [C]; bias null: 0
+  const void *input, *weight, *bias;  // T [B,N,C], rows `pitch` elements apart, [past+1,C], [C]; bias null: 0
   const float* initial_state;         // [state_rows,past,C]; null: 0
   const int32_t* query_lens;          // [requests]; null: N
   const int32_t* cu_seqlens;          // [requests + 1]; null: requests = batch
@@ -32,7 +32,7 @@ struct Args {
                                       // names become those of the initial one
   int32_t dtype;                      // DType of T
   Kind activation;
-  int64_t batch, requests, tokens, channels, past, state_rows;
+  int64_t batch, requests, tokens, channels, past, state_rows, pitch;
   int32_t num_parts;
 };
 

@@ -16,8 +16,8 @@ inline void store_some(T* p, Vec v, int64_t n) {
 // A piece's channels begin .. end, all of one part. kTaps: how many there are, if that is known when this is compiled; else 0.
 template <class T, int kTaps>
 void sums(const Args& args, const Piece& piece, const Part& part, int64_t begin, int64_t end) {
-  const int64_t width = args.channels, past = kTaps > 0 ? kTaps - 1 : args.past;
-  const T* const input = static_cast<const T*>(args.input) + piece.first * width;
+  const int64_t width = args.channels, pitch = args.pitch, past = kTaps > 0 ? kTaps - 1 : args.past;
+  const T* const input = static_cast<const T*>(args.input) + piece.first * pitch;
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
   const int64_t own = part.end - part.begin;  // channels of a row of the output
@@ -31,12 +31,12 @@ void sums(const Args& args, const Piece& piece, const Part& part, int64_t begin,
         for (int64_t j = 0; j < missing; ++j)
           sum = fma(load_part(weight + j * width + c, left), load_part(piece.state + (i + j) * width + c, left), sum);
       }
-      const T* const rows = input + (i - past) * width + c;
+      const T* const rows = input + (i - past) * pitch + c;
       if (kTaps > 0 && missing == 0 && left >= kLanes) {
-        for (int j = 0; j < kTaps; ++j) sum = fma(load(weight + j * width + c), load(rows + j * width), sum);
+        for (int j = 0; j < kTaps; ++j) sum = fma(load(weight + j * width + c), load(rows + j * pitch), sum);
       } else {
         for (int64_t j = missing; j <= past; ++j)
-          sum = fma(load_part(weight + j * width + c, left), load_part(rows + j * width, left), sum);
+          sum = fma(load_part(weight + j * width + c, left), load_part(rows + j * pitch, left), sum);
       }
       if (args.activation == Kind::kSilu) sum = sum / (1.0f + exp(-sum));
       store_some(output + i * own + c, sum, left);
@@ -48,12 +48,12 @@ void sums(const Args& args, const Piece& piece, const Part& part, int64_t begin,
 template <class T>
 void keep_last(const Args& args, const Piece& piece) {
   const int64_t width = args.channels;
-  const T* const input = static_cast<const T*>(args.input) + piece.first * width;
+  const T* const input = static_cast<const T*>(args.input) + piece.first * args.pitch;
   for (int64_t s = 0; s < args.past; ++s) {
     const int64_t token = piece.count - args.past + s;
     float* const to = piece.final_state + s * width;
     for (int64_t c = piece.begin; c < piece.end; ++c) {
-      if (token >= 0) to[c] = to_float(input[token * width + c]);
+      if (token >= 0) to[c] = to_float(input[token * args.pitch + c]);
       else to[c] = piece.state != nullptr ? piece.state[(piece.count + s) * width + c] : 0.0f;
     }
   }

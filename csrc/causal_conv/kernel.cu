@@ -124,7 +124,7 @@ struct Convolution {
     return static_cast<const T*>(args.weight) + j * args.channels + channel;
   }
   __device__ __forceinline__ const T* input(int64_t row) const {
-    return static_cast<const T*>(args.input) + row * args.channels + channel;
+    return static_cast<const T*>(args.input) + row * args.pitch + channel;
   }
   __device__ __forceinline__ T* output(int64_t row) const { return to + row * to_channels; }
 
@@ -178,16 +178,16 @@ struct Convolution {
       Pack<T, kChunk> ahead[kTaps];
 #pragma unroll
       for (int k = 0; k < kTaps; ++k)
-        if (k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.channels);
+        if (k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.pitch);
 #pragma unroll
       for (int k = 1; k < kTaps; ++k) earlier(window[k], request, from, kTaps - k, state);
       for (int i = 0; i < count; i += kTaps, y += kTaps * to_channels) {
         Pack<T, kChunk> now[kTaps];
-        x += kTaps * args.channels;
+        x += kTaps * args.pitch;
 #pragma unroll
         for (int k = 0; k < kTaps; ++k) {
           now[k] = ahead[k];
-          if (i + kTaps + k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.channels);
+          if (i + kTaps + k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.pitch);
         }
 #pragma unroll
         for (int k = 0; k < kTaps; ++k) {
@@ -322,7 +322,7 @@ cudaError_t launch_chunks(const Args& args, cudaStream_t stream) {
 
 template <class T>
 cudaError_t launch_type(const Args& args, cudaStream_t stream) {
-  bool wide = aligned({args.input, args.weight, args.bias, args.initial_state, args.final_state});
+  bool wide = args.pitch % kWide == 0 && aligned({args.input, args.weight, args.bias, args.initial_state, args.final_state});
   for (int i = 0; i < args.num_parts; ++i) wide = wide && args.parts[i].end % kWide == 0 && aligned({args.parts[i].data});
   return wide ? launch_chunks<T, kWide>(args, stream) : launch_chunks<T, 1>(args, stream);
 }

@@ -22,6 +22,8 @@ constexpr int64_t kPieceTokens = 64, kPieceChannels = 256;  // of the CPU's piec
 constexpr double kMinWorkerCost = 1 << 16;                  // multiplications that are worth another thread
 
 Status check_sizes(const Call& call) {
+  if (call.attrs[kAttrColumns].i != 0)
+    LEANFLEET_RETURN_IF_ERROR(check_columns(call, "input", call.attrs[kAttrFirstColumn].i, call.dims[kDimC], call.dims[kDimW]));
   if (call.attrs[kAttrSplit].i == 0) return {};
   const int64_t first = call.attrs[kAttrFirst].i, second = call.attrs[kAttrSecond].i, third = call.attrs[kAttrThird].i;
   const int64_t channels = call.dims[kDimC];
@@ -48,7 +50,11 @@ Args make_args(const Call& call) {
   args.query_lens = call.inputs[kQueryLens].as<const int32_t>();
   args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
   args.state_index = call.inputs[kStateIndex].as<const int32_t>();
-  args.channels = call.dims[kDimC];
+  args.channels = args.pitch = call.dims[kDimC];
+  if (call.attrs[kAttrColumns].i != 0) {
+    args.pitch = call.dims[kDimW];
+    args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);
+  }
   const bool split = call.attrs[kAttrSplit].i != 0;
   args.num_parts = split ? kMostParts : 1;
   const int outputs[kMostParts] = {kOutOutput, kOutOutput2, kOutOutput3};

@@ -297,29 +297,32 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace gated_activation {
 enum Input { kGateUp, kUp, kSkip, kSkipScale };
 enum Output { kOutOutput };
-enum Attr { kAttrActivation };
-enum Dim { kDimB, kDimN, kDimF, kDimH };
+enum Attr { kAttrActivation, kAttrColumns, kAttrFirstColumn };
+enum Dim { kDimB, kDimN, kDimF, kDimW, kDimH };
 enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu, kActivationSigmoid };
 inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid"};
 inline constexpr TensorSpec kInputs[] = {
-    {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 3, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {2, {{RefKind::kInput, 1}, {RefKind::kAttr, 1}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"up", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"skip", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"skip_scale", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{3, 0, -1, 0}}}}},
+    {"skip_scale", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 5, 5, kActivationValues, nullptr, -1, nullptr},
+    {"columns", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_column", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 3}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 1}}, 0},
-    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 2}, {RefKind::kSymbol, 3}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 1}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 2}, {RefKind::kSymbol, 4}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "N", "F", "H"};
-inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 1, 3, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr const char* kSymbols[] = {"B", "N", "F", "W", "H"};
+inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 3, 4, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 
@@ -410,40 +413,42 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace causal_conv {
 enum Input { kInput, kWeight, kBias, kInitialState, kQueryLens, kCuSeqlens, kStateIndex };
 enum Output { kOutOutput, kOutFinalState, kOutOutput2, kOutOutput3 };
-enum Attr { kAttrActivation, kAttrReturnState, kAttrSplit, kAttrFirst, kAttrSecond, kAttrThird };
-enum Dim { kDimB, kDimN, kDimC, kDimK, kDimP, kDimQ, kDimFirst, kDimSecond, kDimThird };
+enum Attr { kAttrActivation, kAttrReturnState, kAttrColumns, kAttrFirstColumn, kAttrSplit, kAttrFirst, kAttrSecond, kAttrThird };
+enum Dim { kDimB, kDimN, kDimW, kDimC, kDimK, kDimP, kDimQ, kDimFirst, kDimSecond, kDimThird };
 enum Activation { kActivationNone, kActivationSilu };
 inline constexpr const char* kActivationValues[] = {"none", "silu"};
 inline constexpr TensorSpec kInputs[] = {
-    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"weight", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 1, -1, 0}, {2, 0, -1, 0}}}}},
-    {"bias", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 2}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"weight", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{4, 1, -1, 0}, {3, 0, -1, 0}}}}},
+    {"bias", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{3, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{5, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{5, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{6, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{6, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 2}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 3, -1, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"output_2", TypeVar::kT, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {7, 0, -1, 0}}}}},
-    {"output_3", TypeVar::kT, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 4}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {7, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 3, -1, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{5, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"output_2", TypeVar::kT, false, -1, -1, -1, 1, {4}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
+    {"output_3", TypeVar::kT, false, -1, -1, -1, 1, {4}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1, nullptr},
     {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"columns", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_column", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"split", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
-    {"first", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 6, nullptr},
-    {"second", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 7, nullptr},
-    {"third", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 8, nullptr},
+    {"first", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 7, nullptr},
+    {"second", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 8, nullptr},
+    {"third", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 9, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kFixed, {RefKind::kInput, 5}, 1, {{RefKind::kSymbol, 0}}, 1},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 6}, {RefKind::kInput, 3}}, 0},
     {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 4}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "N", "C", "K", "P", "Q", "first", "second", "third"};
-inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 4, 6, 3, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr const char* kSymbols[] = {"B", "N", "W", "C", "K", "P", "Q", "first", "second", "third"};
+inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 4, 8, 3, 10, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_conv
 

@@ -42,8 +42,9 @@ void rows_of(const Args& args, int64_t begin, int64_t end) {
   const bool skips = args.skip != nullptr;
   for (int64_t row = begin; row < end; ++row)
     for (int64_t head = 0; head < args.heads; ++head) {
-      const int64_t at = row * args.width + head * of_head, wide = row * args.pitch + head * of_head;
-      columns<T, kind>(static_cast<const T*>(args.gate) + wide, static_cast<const T*>(args.up) + wide,
+      const int64_t first = head * of_head, at = row * args.width + first;
+      columns<T, kind>(static_cast<const T*>(args.gate) + row * args.gate_pitch + first,
+                       static_cast<const T*>(args.up) + row * args.up_pitch + first,
                        skips ? static_cast<const T*>(args.skip) + at : nullptr, skips ? args.scales[head] : 0.0f,
                        static_cast<T*>(args.output) + at, of_head);
     }

@@ -9,13 +9,13 @@ namespace leanfleet::gated_activation {
 enum class Kind : int32_t { kSilu, kGelu, kGeluTanh, kRelu, kSigmoid };
 
 struct Args {
-  const void *gate, *up;  // T [rows,width], rows `pitch` elements apart
+  const void *gate, *up;  // T [rows,width], rows `gate_pitch` and `up_pitch` elements apart
   const void* skip;       // T [rows,width], or null
   const float* scales;    // [heads] of skip, each of width / heads columns in a row
   void* output;           // T [rows,width]
   int32_t dtype;          // DType of T
   Kind activation;
-  int64_t rows, width, pitch, heads;  // heads: 1 without skip
+  int64_t rows, width, gate_pitch, up_pitch, heads;  // heads: 1 without skip
 };
 
 constexpr float kSqrtHalf = 0.707106781f;

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
   if (at >= args.width) return;
   const float scale = args.skip != nullptr ? args.scales[at / (args.width / args.heads)] : 0.0f;
   for (int64_t row = blockIdx.x / blocks_of_row; row < args.rows; row += gridDim.x / blocks_of_row) {
-    const T* const gate = static_cast<const T*>(args.gate) + row * args.pitch + at;
-    const T* const up = static_cast<const T*>(args.up) + row * args.pitch + at;
+    const T* const gate = static_cast<const T*>(args.gate) + row * args.gate_pitch + at;
+    const T* const up = static_cast<const T*>(args.up) + row * args.up_pitch + at;
     const T* const skip = static_cast<const T*>(args.skip) + row * args.width + at;
     T* const out = static_cast<T*>(args.output) + row * args.width + at;
     const auto value = [&](T up, T skip) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned b
 template <class T, Kind kind>
 int launch_kind(const Args& args, cudaStream_t stream) {
   constexpr int64_t kChunk = 16 / sizeof(T);
-  bool wide = args.width / args.heads % kChunk == 0;
+  bool wide = args.width / args.heads % kChunk == 0 && args.gate_pitch % kChunk == 0;
   for (const void* data : {args.gate, args.up, args.skip, static_cast<const void*>(args.output)})
     wide = wide && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   const int64_t chunks = wide ? args.width / kChunk : args.width, blocks_of_row = (chunks + kThreads - 1) / kThreads;

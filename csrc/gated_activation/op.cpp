@@ -3,6 +3,7 @@
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
+#include "core/requests.h"
 #include "gated_activation/gated_activation.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
@@ -16,6 +17,11 @@ namespace {
 
 constexpr int64_t kPiece = 8192;  // elements of the output: fewer are sooner done than shared out
 
+Status check_sizes(const Call& call) {
+  if (call.attrs[kAttrColumns].i == 0) return {};
+  return check_columns(call, "gate_up", call.attrs[kAttrFirstColumn].i, call.dims[kDimF], call.dims[kDimW]);
+}
+
 Args make_args(const Call& call) {
   Args args = {};
   args.output = call.outputs[kOutOutput].data;
@@ -25,7 +31,7 @@ Args make_args(const Call& call) {
   args.width = call.dims[kDimF];
   args.gate = call.inputs[kGateUp].data;
   args.up = call.inputs[kUp].data;
-  args.pitch = args.width;
+  args.gate_pitch = args.up_pitch = args.width;
   args.heads = 1;
   if (call.inputs[kSkip].present()) {
     args.skip = call.inputs[kSkip].data;
@@ -35,7 +41,11 @@ Args make_args(const Call& call) {
   if (!call.inputs[kUp].present()) {  // behind the gate
     const int64_t bytes = args.width * element_size(call.inputs[kGateUp].dtype);
     args.up = static_cast<const char*>(args.gate) + bytes;
-    args.pitch *= 2;
+    args.gate_pitch = args.up_pitch = 2 * args.width;
+  }
+  if (call.attrs[kAttrColumns].i != 0) {
+    args.gate_pitch = call.dims[kDimW];
+    args.gate = columns_of(call.inputs[kGateUp], call.attrs[kAttrFirstColumn].i);
   }
   return args;
 }
@@ -61,6 +71,6 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, nullptr, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_sizes, nullptr, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::gated_activation

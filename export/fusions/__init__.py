@@ -27,6 +27,7 @@ from leanfleet.export.fusions.nest_splits import nest_splits
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.plain_softplus import plain_softplus
+from leanfleet.export.fusions.read_columns import read_columns
 from leanfleet.export.fusions.regroup_columns import regroup_columns
 from leanfleet.export.fusions.rotate_inside import rotate_inside
 from leanfleet.export.fusions.split_convolutions import split_convolutions
@@ -56,6 +57,7 @@ PASSES: tuple[Pass, ...] = (
     drop_transposes,  # with the rotary encodings that stay outside
     attend_packed,
     pack_heads,  # attention of tokens first, after drop_transposes and attend_packed
+    read_columns,  # of splits that later passes look for
     nest_splits,  # which side_by_side would not know
 )
 

@@ -448,6 +448,7 @@ def test_each_pass_reports_how_often_it_applied():
         "drop_transposes": 1,
         "attend_packed": 0,
         "pack_heads": 1,
+        "read_columns": 0,
         "nest_splits": 0,
     }
 

@@ -7,7 +7,7 @@ import torch
 
 from leanfleet.export import causal_conv, causal_conv_, reference
 from support import ort_models
-from support.conv_cases import NAME, assert_right, make, parts_of
+from support.conv_cases import NAME, among_others, assert_right, make, parts_of
 from support.kernels import run_kernel
 from support.linear_cases import OPS, one_node_model, session_of
 
@@ -46,6 +46,9 @@ def any_calls(dtype):
     for n, c in ((1, 32), (40, 300), (17, 7), (9, 520), (5, 1)):
         inputs = make(n, c=c, dtype=dtype, state=True, bias=True)
         yield inputs, SILU | parts_of(inputs)
+        for before, behind in ((0, 8), (8, 0), (3, 1)):
+            wide, where = among_others(inputs, before, behind)
+            yield wide, SILU | where | (parts_of(inputs) if before else {})
     inputs = make(30, b=3, c=24, dtype=dtype, lens=(30, 0, 7))
     yield inputs, SILU | {"split": 1, "first": 0, "second": 20, "third": 4}
     inputs = make(50, c=24, dtype=dtype, packed=[3, 8, 45], pool=True)
@@ -118,6 +121,9 @@ def test_function_body(dtype):
         (make(20, packed=[0, 0, 0], state=True, dtype=dtype), {"return_state": 1}),
         (make(20, packed=[0, 1, 20], bias=True, dtype=dtype), {"return_state": 1}),
     ]
+    inputs, where = among_others(make(9, c=12, bias=True, state=True, lens=(2, 9), dtype=dtype))
+    cases.append((inputs, SILU | where | {"split": 1, "first": 5, "second": 3, "third": 4}))
+    cases.append((make(9, c=12, dtype=dtype), {"split": 1, "first": 5, "second": 3, "third": 4}))
     for inputs, attrs in cases:
         model = one_node_model(NAME, inputs, attrs, {n: t.dim() for n, t in inputs.items()}, dtype=dtype)
         for library in (False, True):
@@ -133,6 +139,10 @@ def test_errors(monkeypatch):
     refused(r"weight has shape \[4,9\]", make(4) | {"weight": torch.zeros(4, 9)})
     refused(r"axis 0 of \[K\+1,C\] is 1; it is empty, expected at least 2", make(4) | {"weight": torch.zeros(1, 8)})
     refused(r"initial_state has shape \[2,3,8\]", make(4, state=True) | {"weight": torch.zeros(3, 8)})
+    columns = dict(columns=1, first_column=6)
+    refused("first_column is 6, and input has 8 columns; expected 4 from", make(4) | {"weight": torch.zeros(4, 4)}, **columns)
+    parts = dict(split=1, first=3, second=3, third=3)
+    refused("first, second and third are 3, 3 and 3; expected channels that add up to C = 8", make(4), **parts)
     refused("state_index needs input initial_state", make(4) | {"state_index": torch.zeros(2, dtype=torch.int32)})
     refused("B = 2; with cu_seqlens it must be 1", make(4) | {"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)})
     monkeypatch.setenv("LEANFLEET_CHECK", "1")

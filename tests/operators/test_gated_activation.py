@@ -40,6 +40,15 @@ def with_skip(x, seed=0):
     return apart(x) | {"skip": skip, "skip_scale": torch.randn(heads, generator=random)}
 
 
+def among_others(inputs, seed=0):
+    """That call with the gate among other columns, which are NaN, and the attributes that say where."""
+    gate, random = inputs["gate_up"], torch.Generator().manual_seed(seed)
+    before, behind = (8 * int(n) + seed % 2 for n in torch.randint(0, 3, (2,), generator=random))
+    wide = torch.full((*gate.shape[:2], before + gate.shape[2] + behind), NAN, dtype=gate.dtype)
+    wide[..., before : before + gate.shape[2]] = gate
+    return inputs | {"gate_up": wide}, {"columns": 1, "first_column": before}
+
+
 def calls(x, seed=0):
     return {"gate_up": x}, apart(x), with_skip(x, seed)
 
@@ -70,6 +79,10 @@ def test_any_call(kind, dtype, instruction_set):
         before = x.clone()
         for inputs in calls(x, seed):
             assert_right(run_kernel(NAME, inputs, {"activation": kind}, threads=1 + seed % 4)["output"], inputs, kind)
+            if "up" in inputs:
+                wide, where = among_others(inputs, seed)
+                found = run_kernel(NAME, wide, {"activation": kind} | where, threads=1 + seed % 4)
+                assert_right(found["output"], inputs, kind)
         assert torch.equal(x, before)
 
 
@@ -82,6 +95,10 @@ def test_cuda(kind, dtype):
         for inputs in calls(x, seed):
             found = run_kernel(NAME, {name: t.cuda() for name, t in inputs.items()}, {"activation": kind})["output"]
             assert_right(found.cpu(), inputs, kind)
+            if "up" in inputs:
+                wide, where = among_others(inputs, seed)
+                found = run_kernel(NAME, {name: t.cuda() for name, t in wide.items()}, {"activation": kind} | where)["output"]
+                assert_right(found.cpu(), inputs, kind)
     odd = torch.empty(2 * 2 * 64 + 1, dtype=dtype, device="cuda")[1:].view(1, 2, 2, 64).copy_(x[:, :2, :, :64])
     inputs = {"gate_up": x[:, :2, :, :64].contiguous()}
     assert_right(run_kernel(NAME, {"gate_up": odd}, {"activation": kind})["output"].cpu(), inputs, kind)
@@ -116,6 +133,25 @@ def test_function_body(kind, dtype):
             given = {name: t.clone() for name, t in inputs.items()}
             found = ort_models.run_node(session_of(model, library), OPS[NAME], given, {"activation": kind})
             assert_right(found["output"], inputs, kind, 2.0**-126 if library else 2.0**-22)  # what ONNX Runtime loses
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_function_body_of_columns(dtype):
+    inputs = apart(case((2, 5, 33), dtype, 3))
+    wide, where = among_others(inputs, 2)
+    attrs = {"activation": "silu"} | where
+    model = one_node_model(NAME, wide, attrs, {name: 3 for name in wide}, dtype=str(dtype).removeprefix("torch."))
+    for library in (False, True):
+        given = {name: t.clone() for name, t in wide.items()}
+        assert_right(ort_models.run_node(session_of(model, library), OPS[NAME], given, attrs)["output"], inputs, "silu")
+
+
+def test_columns_that_are_not_there():
+    x = torch.zeros(1, 2, 10)
+    with pytest.raises(ValueError, match="first_column is 5, and gate_up has 10 columns; expected 6 from first_column on"):
+        gated_activation(x, x[..., :6].contiguous(), columns=True, first_column=5)
+    with pytest.raises(ValueError, match="columns = 1 needs input up"):
+        gated_activation(torch.zeros(1, 2, 2, 5), columns=True)
 
 
 def test_in_pytorch():

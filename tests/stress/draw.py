@@ -313,9 +313,12 @@ def fitted(op, ranks, attrs, sizes):
 
 
 def fit_attributes(attrs, sizes):
-    """No more log-probabilities than tokens; parts that channels are split into are all of them."""
+    """No more log-probabilities than tokens; parts that channels are split into are all of them, and columns
+    that are asked for are there."""
     if "num_logprobs" in attrs:
         attrs["num_logprobs"] = min(attrs["num_logprobs"], sizes["V"], 128)
+    if attrs.get("columns"):
+        sizes["W"] = max(sizes["W"], sizes["C" if "C" in sizes else "F"] + attrs.get("first_column", 0))
     if attrs.get("split"):
         attrs["first"] = min(attrs.get("first", 0), sizes["C"])
         attrs["second"] = min(attrs.get("second", 0), sizes["C"] - attrs["first"])

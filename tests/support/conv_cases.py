@@ -36,6 +36,14 @@ def make(n, b=2, c=8, past=3, dtype="float32", bias=False, state=False, lens=Non
     return inputs
 
 
+def among_others(inputs, before=8, behind=5):
+    """(inputs, attributes) with the channels among other columns, which are NaN."""
+    x = inputs["input"]
+    wide = torch.full((*x.shape[:2], before + x.shape[2] + behind), float("nan"), dtype=x.dtype)
+    wide[..., before : before + x.shape[2]] = x
+    return inputs | {"input": wide}, {"columns": 1, "first_column": before}
+
+
 def parts_of(inputs):
     """Attributes by which the channels come in three tensors, of whole vectors where that may be."""
     channels = inputs["input"].shape[2]
@@ -50,7 +58,8 @@ def _exact(inputs, attrs):
     tensors = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items() if t is not None}
     names = [t.name for t in OP.active_outputs(attrs)]
     magnitudes = {name: t.abs() if t.is_floating_point() else t for name, t in tensors.items()}
-    (terms,) = reference.causal_conv(**magnitudes)
+    where = {name: n for name, n in attrs.items() if name in ("columns", "first_column")}
+    (terms,) = reference.causal_conv(**magnitudes, **where)
     return dict(zip(names, reference.causal_conv(**tensors, **attrs), strict=True)), terms
 
 

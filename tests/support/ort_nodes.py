@@ -103,6 +103,7 @@ VARIANTS = {
             for more in ([], ["up"])
         ),
         (["up", "skip", "skip_scale"], {}, {"H": 5}),
+        (["up"], {"columns": 1, "first_column": 4}, {"W": 400}),
     ],
     "GatedDeltaRule": [
         ([], {}, {}),
@@ -127,6 +128,7 @@ VARIANTS = {
         (["bias", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1}, {"B": 1, "K": 1}),
         (["cu_seqlens"], {"return_state": 1, "activation": "silu"}, {"B": 1, "N": 70}),
         (["initial_state"], {"return_state": 1, "split": 1, "first": 16, "second": 8, "third": 8}, {"C": 32}),
+        (["initial_state"], {"return_state": 1, "columns": 1, "first_column": 8}, {"C": 32, "W": 48}),
         (["query_lens"], {"split": 1, "first": 3, "second": 4, "third": 6}, {"C": 13, "N": 9}),
     ],
     "DecayGates": [
