@@ -1245,24 +1245,24 @@ def _gated_activation(ops, x, a, ranks):
 
 
 def _decay_gates(ops, x, a, ranks):
-    # The rank of `input` is not known here: [B,N,H] is [B,N,H,1].
-    shape, rows = ops.Shape(x.input), ops.Shape(x.input, end=3)
-    width = ops.Gather(ops.Concat(shape, [1], axis=0), [3], axis=0)
-    raw = ops.reshape(ops.float(x.input), rows, width)
+    raw = ops.float(x.input)
     if x.bias is not None:
-        raw = ops.Add(raw, ops.reshape(x.bias, ops.Shape(x.rate), width))
+        raw = ops.Add(raw, x.bias)
     step = ops.Softplus(raw)
     if a.step_min or a.step_max:
         step = ops.Clip(step, a.step_min, *[a.step_max] * bool(a.step_max))
-    log_decay = ops.Mul(ops.Unsqueeze(x.rate, [1]), step)
+    log_decay = ops.Mul(ops.Unsqueeze(x.rate, [1]) if a.per_key else x.rate, step)
     log_decay = ops.Where(ops.LessOrEqual(log_decay, 0.0), log_decay, ops.Where(ops.IsNaN(log_decay), -math.inf, 0.0))
     results = [log_decay] + [step] * a.return_step
     if a.return_beta:
-        results.append(ops.Unsqueeze(ops.Mul(ops.Sigmoid(ops.float(x.beta_input)), a.beta_scale), [3]))
-    if x.query_lens is not None:
-        inside = ops.Less(ops.range(ops.size(raw, 1)), ops.Unsqueeze(ops.int64(x.query_lens), [1]))
-        results = [ops.Where(ops.Unsqueeze(inside, [2, 3]), y, 0.0) for y in results]
-    return [ops.reshape(y, rows if a.return_beta and i == len(results) - 1 else shape) for i, y in enumerate(results)]
+        results.append(ops.Mul(ops.Sigmoid(ops.float(x.beta_input)), a.beta_scale))
+    if x.query_lens is None:
+        return results
+    inside = ops.Less(ops.range(ops.size(raw, 1)), ops.Unsqueeze(ops.int64(x.query_lens), [1]))
+    of_head = ops.Unsqueeze(inside, [2])
+    of_input = ops.Unsqueeze(inside, [2, 3]) if a.per_key else of_head
+    count = len(results) - a.return_beta
+    return [ops.Where(of_input if i < count else of_head, y, 0.0) for i, y in enumerate(results)]
 
 
 # Collectives and MergeAttention

@@ -1268,7 +1268,11 @@ def causal_conv(
     parts = (output.to(input.dtype),)
     if split:
         sizes = (first, second, third)
-        _check(sum(sizes) == dims["C"], f"{op}: split is 1, and first, second and third are {sizes}, not the C = {dims['C']}")
+        whole = sum(sizes) == dims["C"] and min(sizes) >= 1
+        _check(
+            whole,
+            f"{op}: split is 1, and first, second and third are {sizes}; expected C = {dims['C']} channels, 1 or more each",
+        )
         parts = parts[0].split(sizes, -1)
     state = ((torch.stack(states) if states else pool).to(float_out).clone(),) if return_state else ()
     return (parts[0], *state, *parts[1:])
@@ -1743,6 +1747,7 @@ def decay_gates(
     beta_input: torch.Tensor | None = None,
     query_lens: torch.Tensor | None = None,
     *,
+    per_key: int = 0,
     step_min: float = 0.0,
     step_max: float = 0.0,
     beta_scale: float = 1.0,
@@ -1753,7 +1758,7 @@ def decay_gates(
     """The gates of a recurrent layer: (log_decay F [B,N,H] or [B,N,H,D],), with return_step its steps F of that shape, with
     return_beta beta F [B,N,H].
 
-    input T [B,N,H] or [B,N,H,D], rate F [H], bias F [H] or [H,D], beta_input T [B,N,H], query_lens I [B]: step is
+    input T [B,N,H], with per_key [B,N,H,D], rate F [H], bias F [H] or [H,D], beta_input T [B,N,H], query_lens I [B]: step is
     softplus(input + bias), held between step_min and step_max (0: no bound), log_decay is rate * step, held at 0 or less and
     -inf for NaN, beta is beta_scale * sigmoid(beta_input). Tokens at query_lens or later have 0. Computed in float32, in
     float64 for float64 inputs. Source: Dao & Gu, "Transformers are SSMs" (2024), section 7; Yang et al., "Gated Delta Networks"
@@ -1767,7 +1772,7 @@ def decay_gates(
         print(bool((log_decay == -step).all()))  # True
     """
     match, _, compute, float_out = _begin("DecayGates", "bhnd", input, compute_dtype)
-    axes = "B N H" if input.dim() == 3 else "B N H D"
+    axes = "B N H D" if per_key else "B N H"
     match("input", input, "T", axes)
     match("rate", rate, "F", "H")
     for name, value in (("step_min", step_min), ("step_max", step_max)):
@@ -1777,7 +1782,7 @@ def decay_gates(
         match("bias", bias, "F", axes.removeprefix("B N "))
         x = x + bias.to(compute)
     step = torch.nn.functional.softplus(x, threshold=60.0).clamp(step_min, step_max or math.inf)
-    log_decay = (by if input.dim() == 3 else by.unsqueeze(-1)) * step
+    log_decay = (by.unsqueeze(-1) if per_key else by) * step
     log_decay = torch.where(log_decay.isnan(), -math.inf, log_decay.clamp(max=0.0))
     outputs = [log_decay] + [step] * bool(return_step)
     _check(not return_beta or beta_input is not None, "DecayGates: return_beta is 1 and beta_input is absent; it needs it")

@@ -33,7 +33,7 @@ TOLERANCE = {
     "GatedDeltaRule": (16, 4),
     "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),
-    "DecayGates": (8, 2),
+    "DecayGates": (4, 2),
     "AllReduce": (0, 0),  # a world of one copies
     "AllGather": (0, 0),
     "MergeAttention": (8, 4),

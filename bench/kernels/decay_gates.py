@@ -48,7 +48,8 @@ def line(shape, rounds):
     rate, bias = -torch.rand(H, device="cuda"), torch.randn(heads, device="cuda")
     beta_input = torch.randn(B, N, H, device="cuda", dtype=torch.bfloat16)
     inputs = {"input": raw, "rate": rate, "bias": bias, "beta_input": beta_input}
-    launches, compiled = Launches("DecayGates", inputs, {"return_step": 1, "return_beta": 1}), torch.compile(gates)
+    attributes = {"per_key": int(D is not None), "return_step": 1, "return_beta": 1}
+    launches, compiled = Launches("DecayGates", inputs, attributes), torch.compile(gates)
     calls = {"torch": lambda: gates(*inputs.values()), "torch.compile": lambda: compiled(*inputs.values())}
     found = list(launches.run().values())
     for name, call in calls.items():

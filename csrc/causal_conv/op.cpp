@@ -25,11 +25,15 @@ Status check_sizes(const Call& call) {
   if (call.attrs[kAttrColumns].i != 0)
     LEANFLEET_RETURN_IF_ERROR(check_columns(call, "input", call.attrs[kAttrFirstColumn].i, call.dims[kDimC], call.dims[kDimW]));
   if (call.attrs[kAttrSplit].i == 0) return {};
-  const int64_t first = call.attrs[kAttrFirst].i, second = call.attrs[kAttrSecond].i, third = call.attrs[kAttrThird].i;
-  const int64_t channels = call.dims[kDimC];
-  if (first <= channels && second <= channels && third <= channels && first + second + third == channels) return {};
-  return call.invalid("split is 1, and first, second and third are " + std::to_string(first) + ", " + std::to_string(second) +
-                      " and " + std::to_string(third) + "; expected channels that add up to C = " + std::to_string(channels));
+  const int64_t channels = call.dims[kDimC],
+                sizes[kMostParts] = {call.attrs[kAttrFirst].i, call.attrs[kAttrSecond].i, call.attrs[kAttrThird].i};
+  int64_t left = channels;
+  bool right = true;
+  for (const int64_t size : sizes) right = right && size >= 1 && size <= left, left -= size;
+  if (right && left == 0) return {};
+  return call.invalid("split is 1, and first, second and third are " + std::to_string(sizes[0]) + ", " +
+                      std::to_string(sizes[1]) + " and " + std::to_string(sizes[2]) +
+                      "; expected three times 1 or more channels that add up to C = " + std::to_string(channels));
 }
 
 Status check_values(const Call& call, bool strict) {

@@ -455,21 +455,22 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace decay_gates {
 enum Input { kInput, kRate, kBias, kBetaInput, kQueryLens };
 enum Output { kOutLogDecay, kOutStep, kOutBeta };
-enum Attr { kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta };
+enum Attr { kAttrPerKey, kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta };
 enum Dim { kDimB, kDimN, kDimH, kDimD };
 inline constexpr TensorSpec kInputs[] = {
-    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"rate", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
-    {"bias", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{2, 0, -1, 0}}}, {0, {}, 2, -1, {{2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"bias", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 0}}, 2, -1, {{2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 1, -1, {{2, 0, -1, 0}}}}},
     {"beta_input", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"log_decay", TypeVar::kF, false, 0, -1, -1, 0, {}, 0, {}},
-    {"step", TypeVar::kF, false, 0, -1, -1, 1, {3}, 0, {}},
-    {"beta", TypeVar::kF, false, -1, -1, -1, 1, {4}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"step", TypeVar::kF, false, 0, -1, -1, 1, {4}, 0, {}},
+    {"beta", TypeVar::kF, false, -1, -1, -1, 1, {5}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
+    {"per_key", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"step_min", AttrType::kFloat, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"step_max", AttrType::kFloat, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"beta_scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
@@ -477,10 +478,10 @@ inline constexpr AttrSpec kAttrs[] = {
     {"return_beta", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 5}, {RefKind::kInput, 3}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "N", "H", "D"};
-inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 5, 1, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 6, 1, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace decay_gates
 

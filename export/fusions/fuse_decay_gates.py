@@ -149,7 +149,8 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     bias = None if found.bias is None else new_initializer(graph, old_decay, "bias", found.bias, ir.DataType.FLOAT)
     rate = new_initializer(graph, old_decay, "rate", found.rate, ir.DataType.FLOAT)
     inputs = [raw, rate, bias, beta[0] if beta else None, found.lens]
-    attributes = {"return_beta": 1, "beta_scale": beta[1]} if beta else {}
+    attributes: dict[str, int | float] = {"per_key": len(found.sizes) - 1}
+    attributes |= {"return_beta": 1, "beta_scale": beta[1]} if beta else {}
     gates = ir.node("DecayGates", inputs, attributes, domain=spec.DOMAIN, num_outputs=3 if beta else 1)
     graph.insert_before(node, gates)
     replaced = [(gates.outputs[0], old_decay, decay_at)]

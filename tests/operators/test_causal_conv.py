@@ -43,16 +43,16 @@ def any_calls(dtype):
     wrong["cu_seqlens"] = torch.tensor([-5, 8, 1000], dtype=torch.int32)
     yield wrong, SILU
     yield make(90, c=16, past=80, dtype=dtype, state=True), SILU
-    for n, c in ((1, 32), (40, 300), (17, 7), (9, 520), (5, 1)):
+    for n, c in ((1, 32), (40, 300), (17, 7), (9, 520), (5, 3)):
         inputs = make(n, c=c, dtype=dtype, state=True, bias=True)
         yield inputs, SILU | parts_of(inputs)
         for before, behind in ((0, 8), (8, 0), (3, 1)):
             wide, where = among_others(inputs, before, behind)
             yield wide, SILU | where | (parts_of(inputs) if before else {})
     inputs = make(30, b=3, c=24, dtype=dtype, lens=(30, 0, 7))
-    yield inputs, SILU | {"split": 1, "first": 0, "second": 20, "third": 4}
+    yield inputs, SILU | {"split": 1, "first": 1, "second": 19, "third": 4}
     inputs = make(50, c=24, dtype=dtype, packed=[3, 8, 45], pool=True)
-    yield inputs, SILU | {"split": 1, "first": 11, "second": 13, "third": 0}
+    yield inputs, SILU | {"split": 1, "first": 11, "second": 12, "third": 1}
 
 
 @pytest.mark.everywhere
@@ -142,7 +142,11 @@ def test_errors(monkeypatch):
     columns = dict(columns=1, first_column=6)
     refused("first_column is 6, and input has 8 columns; expected 4 from", make(4) | {"weight": torch.zeros(4, 4)}, **columns)
     parts = dict(split=1, first=3, second=3, third=3)
-    refused("first, second and third are 3, 3 and 3; expected channels that add up to C = 8", make(4), **parts)
+    refused(
+        "first, second and third are 3, 3 and 3; expected three times 1 or more channels that add up to C = 8", make(4), **parts
+    )
+    refused("third are 8, 0 and 0; expected three times 1", make(4), split=1, first=8)
+    refused("third are 100, 1 and 1; expected", make(4), split=1, first=100, second=1, third=1)
     refused("state_index needs input initial_state", make(4) | {"state_index": torch.zeros(2, dtype=torch.int32)})
     refused("B = 2; with cu_seqlens it must be 1", make(4) | {"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)})
     monkeypatch.setenv("LEANFLEET_CHECK", "1")

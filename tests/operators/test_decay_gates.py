@@ -98,7 +98,8 @@ def test_in_pytorch():
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        ({"bias": torch.ones(3, 2)}, r"bias has rank 2 and input rank 3; expected a bias \[H\] with \[B,N,H\]"),
+        ({"bias": torch.ones(3, 2)}, r"bias has shape \[3,2\], rank 2; expected \[H\]"),
+        ({"per_key": True}, r"input has shape \[1,4,3\], rank 3; expected \[B,N,H,D\]"),
         ({"bias": torch.ones(4)}, r"bias has shape \[4\]: axis 0 of \[H\] is 4; expected 3"),
         ({"rate": torch.ones(2)}, r"rate has shape \[2\]: axis 0 of \[H\] is 2; expected 3"),
         ({"step_min": -1.0}, "step_min is -1; expected 0 or more"),

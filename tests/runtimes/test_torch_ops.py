@@ -245,7 +245,7 @@ def samples():
         "decay_gates all": (
             ops.decay_gates.default,
             [randn(2, 9, 3, 4), -torch.ones(3), randn(3, 4), randn(2, 9, 3), lens],
-            {"return_step": True, "return_beta": True},
+            {"per_key": True, "return_step": True, "return_beta": True},
         ),
         "all_reduce": (ops.all_reduce.default, [randn(2, 3)], {}),
         "all_gather": (ops.all_gather.default, [randn(2, 3)], {"world": 1}),

@@ -317,12 +317,13 @@ def fit_attributes(attrs, sizes):
     that are asked for are there."""
     if "num_logprobs" in attrs:
         attrs["num_logprobs"] = min(attrs["num_logprobs"], sizes["V"], 128)
+    if attrs.get("split"):
+        sizes["C"] = max(sizes["C"], 3)
+        attrs["first"] = min(max(attrs.get("first", 1), 1), sizes["C"] - 2)
+        attrs["second"] = min(max(attrs.get("second", 1), 1), sizes["C"] - attrs["first"] - 1)
+        attrs["third"] = sizes["C"] - attrs["first"] - attrs["second"]
     if attrs.get("columns"):
         sizes["W"] = max(sizes["W"], sizes["C" if "C" in sizes else "F"] + attrs.get("first_column", 0))
-    if attrs.get("split"):
-        attrs["first"] = min(attrs.get("first", 0), sizes["C"])
-        attrs["second"] = min(attrs.get("second", 0), sizes["C"] - attrs["first"])
-        attrs["third"] = sizes["C"] - attrs["first"] - attrs["second"]
 
 
 # Simpler calls

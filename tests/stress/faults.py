@@ -89,7 +89,7 @@ RACE = ["--sanitizer", "racecheck"]
 CUDA_FAULTS = [
     ("the last column of a merged row is lost", "core/merge_parts.cu", "for (int64_t i = lane; i < args.width;", "for (int64_t i = lane; i + 1 < args.width;", "MergeAttention", []),
     ("parts are merged without the sum of weights", "core/merge_parts.cu", "weights.of(lse)", "expf(lse - weights.largest)", "MergeAttention", []),
-    ("rows that are no whole chunks are read in chunks", "gated_activation/kernel.cu", "bool wide = args.width / args.heads % kChunk == 0;", "bool wide = true;", "GatedActivation", []),
+    ("rows that are no whole chunks are read in chunks", "gated_activation/kernel.cu", "bool wide = args.width / args.heads % kChunk == 0 && args.gate_pitch % kChunk == 0;", "bool wide = true;", "GatedActivation", []),
     ("a token before the request is taken from the input", "causal_conv/kernel.cu", "if (from >= back) load(", "if (from + 1 >= back) load(", "CausalConv", []),
     ("the tile's request is looked for from the first on", "causal_conv/kernel.cu", "while (q + 1 < args.requests && offset(args, q + 1) <= row) ++q;", "if (q + 1 < args.requests && offset(args, q + 1) < row) ++q;", "CausalConv", []),
     ("the last rows of padding are left unwritten", "causal_conv/kernel.cu", "for (; row < end; ++row)", "for (; row + 1 < end; ++row)", "CausalConv", []),

@@ -6,12 +6,13 @@ at random (Parker's Monte Carlo arithmetic). What an output moves by, its spread
 where u is the unit roundoff and terms are the summands that disturbances reach it by. By Cauchy and Schwarz sqrt(n) times that is
 at least u * (sum of the n terms' magnitudes), which is what summing n numbers in floating point loses. The bound of an element is
 
-    (STEPS + 2 sqrt(n)) s32 + 4 sT + 2 uT |exact| + m M^3
+    (STEPS + 2 sqrt(n)) s32 + 4 sT + 2 uT |exact| + m + k M^3
 
 with s32 the spread for float32's roundings, which kernels compute in, sT that of inputs alone for roundings to T, which inputs or
 factors may have gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of
 the inputs, or what the largest input has for each element of an output that is a sum over more. What is below the type's smallest
-normal number m may be lost, and multiplied by up to three numbers of the inputs, which are at most M or 1. What the plain
+normal number m may be lost, and on the way what is below k, multiplied by up to three numbers of the inputs, which are at most M or
+1: k is m on CUDA, whose tensor cores take numbers of T, and float32's elsewhere. What the plain
 reference loses in the call's own types counts as spread too. A spread is taken over a row, the last axis, since a few
 disturbances may leave one element where it was by luck. Nothing in it is fitted to what kernels return.
 
@@ -159,7 +160,7 @@ class Judge:
 
     def __init__(self, case, clean, poisoned):
         self.op, self.attrs = draw.OPS[case.op], case.attrs
-        on_gpu = case.runtime in draw.GPU or case.runtime == "trt" and torch.cuda.is_available()
+        self.on_gpu = on_gpu = case.runtime in draw.GPU or case.runtime == "trt" and torch.cuda.is_available()
         if self.op.name == "SampleTokens":
             self.exact = self.plain = sampling_cases.expected_outputs(clean, case.attrs)
             terms, unit = clean["logits"].shape[1], UNIT[torch.float32]
@@ -254,7 +255,9 @@ class Judge:
     def _allowed(self, name, dtype):
         """How far each element of an output may be off."""
         rounding = 2 * UNIT[dtype] * self.exact[name].nan_to_num(0, 0, 0).abs()
-        return self.spread[name] + rounding + torch.finfo(dtype).smallest_normal * self.largest**3
+        lost = torch.finfo(dtype).smallest_normal
+        on_the_way = lost if self.on_gpu else torch.finfo(torch.float32).smallest_normal
+        return self.spread[name] + rounding + lost + on_the_way * self.largest**3
 
     def tolerance(self, name, dtype):
         """The largest of these, NaN aside, which must be NaN in what was found too."""

@@ -260,8 +260,8 @@ def test_an_operator_of_another_schema_is_drawn(monkeypatch):
 @pytest.mark.parametrize("op", draw.OPS)
 def test_the_judge_sees_one_wrong_element(op):
     """One element of each floating point output off by what is large beside its row, and one that was never written."""
-    index = next(i for i in itertools.count() if draw.place(i) == (op, "torch") and draw.draw(SEED, i).wrong is None)
-    case = draw.draw(SEED, index)
+    cases = (draw.draw(SEED, i) for i in itertools.count() if draw.place(i) == (op, "torch"))
+    case = next(c for c in cases if c.wrong is None and not c.edges)  # at the edges of a type, as much may be right
     clean, poisoned = values.make(case)
     judged = judge.Judge(case, clean, poisoned)
     found = runtimes.run(case, poisoned, case.attrs, 1)

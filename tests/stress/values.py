@@ -354,7 +354,8 @@ WRONG_VALUES = {
 
 def _wrong_value(name, source, op, inputs, attrs):
     of_tokens = name in ("log_decay", "beta") and "cu_seqlens" in inputs  # a wrong one may stand where no request has a token
-    if of_tokens or "cos_cache" in inputs:  # with that positions may be refused first: see check.is_checkable
+    steps = name == "beta" and op.name == "CausalLinearDecay"  # of any size
+    if steps or of_tokens or "cos_cache" in inputs:  # with that positions may be refused first: see check.is_checkable
         return None
     inputs[name] = changed = inputs[name].clone()
     flat = changed.view(-1)

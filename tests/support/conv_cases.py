@@ -46,9 +46,11 @@ def among_others(inputs, before=8, behind=5):
 
 def parts_of(inputs):
     """Attributes by which the channels come in three tensors, of whole vectors where that may be."""
-    channels = inputs["input"].shape[2]
+    channels = inputs["weight"].shape[1]
+    if channels < 3:
+        return {}
     first = channels // 2 // 4 * 4 or channels // 2
-    second = (channels - first) // 2 // 4 * 4
+    second = (channels - first) // 2 // 4 * 4 or 1
     return {"split": 1, "first": first, "second": second, "third": channels - first - second}
 
 

@@ -18,7 +18,7 @@ def make(sizes, dtype, seed=0, lens=False, betas=True, bias=True):
     raw = 3 * torch.randn(B, N, *shape, generator=random)
     raw.view(-1)[::13] *= 20
     inputs = {"input": raw.to(dtype), "rate": -4 * torch.rand(H, generator=random)}
-    attrs = {"return_step": 1, "step_min": 1e-3 * (seed % 2), "step_max": 2.0 * (seed % 3)}
+    attrs = {"return_step": 1, "per_key": int(D is not None), "step_min": 1e-3 * (seed % 2), "step_max": 2.0 * (seed % 3)}
     if bias:
         inputs["bias"] = torch.randn(shape, generator=random)
     if betas:
@@ -34,7 +34,7 @@ def calls(sizes, dtype, seed=0):
     yield make(sizes, dtype, seed, lens=True)
     yield make(sizes, dtype, seed, betas=False, bias=False)
     inputs, _ = make(sizes, dtype, seed)
-    yield {name: x for name, x in inputs.items() if name != "beta_input"}, {}
+    yield {name: x for name, x in inputs.items() if name != "beta_input"}, {"per_key": int(sizes[3] is not None)}
 
 
 def assert_right(found, inputs, attrs, absolute=1e-37):

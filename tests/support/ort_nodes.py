@@ -138,7 +138,7 @@ VARIANTS = {
             {"return_step": 1, "return_beta": 1, "step_max": 2.0, "step_min": 0.25},
             {"Nq": 9},
         ),
-        (["per_key input", "per_key bias", "beta_input"], {"return_step": 1, "return_beta": 1, "beta_scale": 2.0}, {"N": 40}),
+        (["bias", "beta_input"], {"per_key": 1, "return_step": 1, "return_beta": 1, "beta_scale": 2.0}, {"N": 40}),
     ],
     "AllReduce": [([], {"communicator": "world"}, {})],
     "AllGather": [([], {"communicator": "world", "world": 1}, {})],
@@ -226,7 +226,6 @@ def variant(name, index, dtype):
     rank_of = {"per_token": 3, "per_key": 4, "one": 1, "channels": 3}
     said = {words[1]: words[0] for e in extra if len(words := e.split()) == 2}
     ranks = {name: rank_of[word] for name, word in said.items() if word in rank_of}  # of others the first
-    ranks |= {"bias": 2} if "bias" in ranks else {}  # [H,D] beside [B,N,H,D]
     forms = {name: word for name, word in said.items() if word in spec.TYPES["C"]}
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}

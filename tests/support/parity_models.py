@@ -67,7 +67,7 @@ VARIANTS = {
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
     "DecayGates": [
         ({"bias", "query_lens"}, {"return_step": 1}),
-        ({"per_key input", "beta_input"}, {"return_step": 1, "return_beta": 1, "step_max": 1.5}),
+        ({"beta_input"}, {"per_key": 1, "return_step": 1, "return_beta": 1, "step_max": 1.5}),
     ],
     "AllReduce": [(set(), {}), (set(), {})],
     "AllGather": [(set(), {}), (set(), {})],
