@@ -1253,7 +1253,7 @@ def _decay_gates(ops, x, a, ranks):
         step = ops.Clip(step, a.step_min, *[a.step_max] * bool(a.step_max))
     log_decay = ops.Mul(ops.Unsqueeze(x.rate, [1]) if a.per_key else x.rate, step)
     log_decay = ops.Where(ops.LessOrEqual(log_decay, 0.0), log_decay, ops.Where(ops.IsNaN(log_decay), -math.inf, 0.0))
-    results = [log_decay] + [step] * a.return_step
+    results = [log_decay] + [ops.Identity(step)] * a.return_step
     if a.return_beta:
         results.append(ops.Mul(ops.Sigmoid(ops.float(x.beta_input)), a.beta_scale))
     if x.query_lens is None:

@@ -111,10 +111,13 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
         S_t = exp(A dt_t) S_(t-1) + B_t^T dt_t x_t, y_t = C_t S_t + D x_t: CausalLinearDecay with C for queries, B for keys and
         dt for beta.
         """
-        if not dt_softplus:
-            raise ValueError(f"layer {running[0]}: its step sizes come without softplus; DecayGates has it")
-        log_decay, step = cache.gates(dt, A.float(), None if dt_bias is None else dt_bias.float(), dt_limit)
-        output = cache.decay(running[0], C, B, hidden_states.to(C.dtype), log_decay, 1.0, beta=step).float()
+        value, bias, step = hidden_states.to(C.dtype), None if dt_bias is None else dt_bias.float(), None
+        if dt_softplus:
+            log_decay, step = cache.gates(dt, A.float(), bias, dt_limit)
+        else:
+            steps = (dt.float() if bias is None else dt.float() + bias).clamp(*dt_limit)
+            value, log_decay = (hidden_states.float() * steps.unsqueeze(-1)).to(C.dtype), not_above_0(A.float() * steps)
+        output = cache.decay(running[0], C, B, value, log_decay, 1.0, beta=step).float()
         return output if D is None else output + D.float().unsqueeze(-1) * hidden_states.float()
 
     ours: dict[str, Callable[..., Any]] = {

@@ -708,6 +708,9 @@ def _gated_activation_back(ops, node, options):
     gate, up, skip, scale = [*node.inputs, None, None, None][:4]
     if up is None:
         gate, up = (ops.Gather(x, i, axis=2) for i in (0, 1))
+    elif nodes.attributes(node).get("columns", 0):
+        first = nodes.attributes(node).get("first_column", 0)
+        gate = ops.Slice(x, [first], ops.Add(ops.size(up, 2), first), [2])
     if skip is not None:
         if x.dtype != ir.DataType.FLOAT:
             raise nodes.Refused("skip_scale is float32, what is added would be rounded to the type of gate_up")

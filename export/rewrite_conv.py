@@ -99,6 +99,8 @@ def causal_conv_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any])
     dtype = x["input"].dtype
     if dtype is None:
         raise nodes.Refused("the type of input is unknown: run shape inference on the model first")
+    if a["columns"]:
+        x["input"] = ops.Slice(x["input"], [a["first_column"]], ops.Add(ops.size(x["weight"], 1), a["first_column"]), [2])
     weight = ops.Unsqueeze(ops.Transpose(x["weight"], perm=[1, 0]), [1])
     packed, state = x["cu_seqlens"] is not None, x["initial_state"]
     if state is not None:
@@ -110,7 +112,7 @@ def causal_conv_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any])
         ops.notes.append("onnxruntime runs it on GPUs alone, and each request needs a token")
         if state is None:
             requests, kept = (ops.Sub(ops.size(x[name], 0), 1) for name in ("cu_seqlens", "weight"))
-            state = ops.of_float(ops.zeros(requests, ops.size(x["input"], 2), kept), dtype)
+            state = ops.of_float(ops.zeros(requests, ops.size(x["weight"], 1), kept), dtype)
         inputs = [ops.Squeeze(x["input"], [0]), weight, x["cu_seqlens"], x["bias"], state]
     else:
         name, attributes = "CausalConvWithState", {}

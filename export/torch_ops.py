@@ -614,15 +614,18 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         grad_state=wants_state,
         layout=attrs["layout"],
     )
-    stored, key_and_beta = key, lambda dk: (dk, None)
+    stored, to_key_and_beta, to_query = key, lambda dk: (dk, None), lambda dq: dq
     if beta is not None:
-        stored, key_and_beta = _stored_keys(key, beta, value.shape[1 if attrs["layout"] == "bhnd" else 2], attrs["layout"])
+        axis = 1 if attrs["layout"] == "bhnd" else 2
+        stored, to_key_and_beta = _stored_keys(key, beta, value.shape[axis], axis)
+        query, to_query = _of_each_state(query, value.shape[axis], axis)
     if not attrs["normalize"]:
         dq, dk, dv, d_decay, d_state = differentiate(
             query, stored, value, log_decay, state, grad_output, grad_state, cu_seqlens
         )
-        dk, d_beta = key_and_beta(dk)
-        return dq, dk, dv, d_decay if wants_decay else None, d_state if wants_state else None, None, None, None, d_beta
+        dk, d_beta = to_key_and_beta(dk)
+        d_state = d_state if wants_state else None
+        return to_query(dq), dk, dv, d_decay if wants_decay else None, d_state, None, None, None, d_beta
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k, v, do = (t.to(wide) for t in (query, stored, value, grad_output))
     ones = torch.ones_like(v[..., :1])
@@ -647,25 +650,32 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         right = grad_norm if grad_norm is not None else q.new_zeros(shape)
         d_final = torch.cat([left, right.unsqueeze(-1)], dim=-1)
     dq, dk, dv_aug, d_decay, d_aug = differentiate(q, k, v_aug, log_decay, state_aug, do_aug, d_final, cu_seqlens)
-    dk, d_beta = key_and_beta(dk)
-    dq, dk, dv = (g.to(query.dtype) for g in (dq, dk, dv_aug[..., :-1]))
+    dk, d_beta = to_key_and_beta(dk)
+    dq, dk, dv = (g.to(query.dtype) for g in (to_query(dq), dk, dv_aug[..., :-1]))
     d_state, d_norm = (d_aug[..., :-1], d_aug[..., -1]) if wants_state else (None, None)
     return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None, d_beta
 
 
-def _stored_keys(key, beta, states, layout):
-    """beta_i k_i of each of so many states, and a function from its gradient to those of key and beta."""
-    heads = 1 if layout == "bhnd" else 2
-    share = states // key.shape[heads]
+def _stored_keys(key, beta, states, axis):
+    """beta_i k_i of each of so many states, and a function from its gradient to those of key and beta. axis: that of heads."""
     wide = torch.promote_types(key.dtype, torch.float32)
-    own, by = key.to(wide).repeat_interleave(share, heads), beta.to(wide).unsqueeze(-1)
+    own, to_key = _of_each_state(key.to(wide), states, axis)
+    by = beta.to(wide).unsqueeze(-1)
 
     def gradients(d_stored):
         d_stored = d_stored.to(wide)
-        dk = (d_stored * by).unflatten(heads, (-1, share)).sum(heads + 1)
-        return dk.to(key.dtype), (d_stored * own).sum(-1).to(beta.dtype)
+        return to_key(d_stored * by).to(key.dtype), (d_stored * own).sum(-1).to(beta.dtype)
 
     return (own * by).to(key.dtype), gradients
+
+
+def _of_each_state(x, states, axis):
+    """A tensor whose heads several states may share with as many heads as there are states, if they are more, and a function
+    from its gradient to that of x."""
+    share = states // x.shape[axis]
+    if share <= 1:
+        return x, lambda grad: grad
+    return x.repeat_interleave(share, axis), lambda grad: grad.unflatten(axis, (-1, share)).sum(axis + 1)
 
 
 def _delta_backward(ctx, grad_output, grad_state):

@@ -115,8 +115,8 @@ __device__ __forceinline__ int64_t request_at(const Args& args, int64_t row) {
 template <class T, int kChunk, int kTaps>
 struct Convolution {
   const Args& args;
-  int64_t channel, to_channels;  // to_channels: of a row of the output's part that has the thread's
-  T* to;                         // the thread's channels of that part's first row
+  unsigned channel, to_channels;  // to_channels: of a row of the output's part that has the thread's
+  T* to;                          // the thread's channels of that part's first row
   float bias[kChunk], weights[kTaps > 0 ? kTaps : 1][kChunk];
   float window[kTaps > 0 ? kTaps : 1][kChunk];  // token i of a run, counted from where that began, is at i mod kTaps
 
@@ -128,10 +128,10 @@ struct Convolution {
   }
   __device__ __forceinline__ T* output(int64_t row) const { return to + row * to_channels; }
 
-  __device__ __forceinline__ Convolution(const Args& a, int64_t c) : args(a), channel(c) {
+  __device__ __forceinline__ Convolution(const Args& a, int64_t c) : args(a), channel(static_cast<unsigned>(c)) {
     const Part& part =
         args.parts[(args.num_parts > 1 && c >= args.parts[0].end) + (args.num_parts > 2 && c >= args.parts[1].end)];
-    to_channels = part.end - part.begin;
+    to_channels = static_cast<unsigned>(part.end - part.begin);
     to = static_cast<T*>(part.data) + (c - part.begin);
 #pragma unroll
     for (int j = 0; j < kTaps; ++j) load(weights[j], weight(j));
@@ -181,7 +181,7 @@ struct Convolution {
         if (k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.pitch);
 #pragma unroll
       for (int k = 1; k < kTaps; ++k) earlier(window[k], request, from, kTaps - k, state);
-      for (int i = 0; i < count; i += kTaps, y += kTaps * to_channels) {
+      for (int i = 0; i < count; i += kTaps) {
         Pack<T, kChunk> now[kTaps];
         x += kTaps * args.pitch;
 #pragma unroll
@@ -200,7 +200,8 @@ struct Convolution {
           for (int j = 0; j < kTaps; ++j)
 #pragma unroll
             for (int c = 0; c < kChunk; ++c) sum[c] = fmaf(weights[j][c], window[(k + 1 + j) % kTaps][c], sum[c]);
-          finish(sum, y + k * to_channels);
+          finish(sum, y);
+          y += to_channels;
         }
       }
     }
@@ -293,9 +294,9 @@ __global__ void __launch_bounds__(kThreads, 5) ConvolveKernel(Args args, unsigne
   else run_tile<T, kChunk, kTaps>(args, begin, std::min(args.batch * args.tokens, begin + tile), q, head, channel);
 }
 
-bool aligned(std::initializer_list<const void*> pointers) {
+bool aligned(std::initializer_list<const void*> pointers, size_t bytes) {
   for (const void* pointer : pointers)
-    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return false;
+    if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) return false;
   return true;
 }
 
@@ -322,8 +323,11 @@ cudaError_t launch_chunks(const Args& args, cudaStream_t stream) {
 
 template <class T>
 cudaError_t launch_type(const Args& args, cudaStream_t stream) {
-  bool wide = args.pitch % kWide == 0 && aligned({args.input, args.weight, args.bias, args.initial_state, args.final_state});
-  for (int i = 0; i < args.num_parts; ++i) wide = wide && args.parts[i].end % kWide == 0 && aligned({args.parts[i].data});
+  constexpr size_t kBytes = kWide * sizeof(T);
+  bool wide = args.pitch % kWide == 0 && aligned({args.input, args.weight, args.bias}, kBytes) &&
+              aligned({args.initial_state, args.final_state}, kWide * sizeof(float));
+  for (int i = 0; i < args.num_parts; ++i)
+    wide = wide && args.parts[i].end % kWide == 0 && aligned({args.parts[i].data}, kBytes);
   return wide ? launch_chunks<T, kWide>(args, stream) : launch_chunks<T, 1>(args, stream);
 }
 

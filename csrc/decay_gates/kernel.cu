@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ A
     if (inside(row)) {
       const float x = static_cast<float>(static_cast<const T*>(args.input)[i]);
       step = softplus(args.bias != nullptr ? x + args.bias[column] : x);
-      step = step < args.step_min ? args.step_min : step > args.step_max ? args.step_max : step;
+      if (step < args.step_min) step = args.step_min;
+      if (step > args.step_max) step = args.step_max;
       log_decay = as_log_decay(args.rate[column / args.width] * step);
     }
     args.log_decay[i] = log_decay;

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import adder, constant, narrow, new_initializer, producer
+from leanfleet.export.fusions.graph import adder, constant, named, narrow, new_initializer, producer
 
 _ARGUMENTS = [t.name for t in spec.all_specs()["GatedDeltaRule"].inputs]
 _STEEP = 18.0  # from here on log(1 + exp(x)) is x in float32
@@ -19,30 +19,39 @@ def _scalar(value: ir.Value | None) -> float | None:
     return float(array.astype(np.float64).item()) if array is not None and array.size == 1 else None
 
 
-def _lengths(mask: ir.Value | None) -> ir.Value | None:
-    """query_lens [B] where a mask, perhaps cast or with more axes, says which rows are in front of it."""
+def _lengths(mask: ir.Value | None, masked: ir.Value | None) -> ir.Value | None:
+    """query_lens [B] where a mask [B,N,1] or [B,N,1,1], perhaps cast, says which rows of a value [B,N,...] it covers."""
+    if mask is None or masked is None or mask.shape is None or masked.shape is None or not named(masked.shape):
+        return None
+    rows_of = list(masked.shape[:2])
+    if list(mask.shape) != [*rows_of, *[1] * (len(masked.shape) - 2)]:
+        return None
     while (node := producer(mask, "Unsqueeze", "Cast")) is not None:
         mask = node.inputs[0]
     less = producer(mask, "Less")
     rows, lens = (less.inputs[0], less.inputs[1]) if less is not None else (None, None)
-    numbers = producer(rows, "Range")
-    if numbers is None or _scalar(numbers.inputs[0]) != 0 or _scalar(numbers.inputs[2]) != 1:
+    numbers, known = producer(rows, "Range"), constant(rows)
+    if numbers is not None:
+        counts = _scalar(numbers.inputs[0]) == 0 and _scalar(numbers.inputs[2]) == 1
+    else:
+        counts = known is not None and known.ndim == 1 and np.array_equal(known, np.arange(known.size))
+    if not counts:
         return None
     while (node := producer(lens, "Unsqueeze", "Cast")) is not None:
         lens = node.inputs[0]
     if lens is None or lens.shape is None or not lens.is_graph_input():
         return None
-    return lens if lens.dtype == ir.DataType.INT32 and len(lens.shape) == 1 else None
+    return lens if lens.dtype == ir.DataType.INT32 and list(lens.shape) == rows_of[:1] else None
 
 
 def _unmasked(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
     """(x, query_lens) where a value is x in front of query_lens and 0 behind; (value, None) for any other."""
     where = producer(value, "Where")
-    if where is not None and _scalar(where.inputs[2]) == 0.0 and (lens := _lengths(where.inputs[0])) is not None:
+    if where is not None and _scalar(where.inputs[2]) == 0.0 and (lens := _lengths(where.inputs[0], value)) is not None:
         return where.inputs[1], lens
     product = producer(value, "Mul")
     for x, mask in (product.inputs, tuple(reversed(product.inputs))) if product is not None else ():
-        if producer(mask, "Cast") is not None and (lens := _lengths(mask)) is not None:
+        if producer(mask, "Cast") is not None and (lens := _lengths(mask, value)) is not None:
             return x, lens
     return value, None
 
@@ -101,14 +110,17 @@ def _decays(value: ir.Value | None) -> _Gates | None:
         sizes = [n for n in x.shape[2:] if isinstance(n, int)]
         if len(sizes) < len(x.shape) - 2 or array.size != sizes[0]:
             continue
-        if array.ndim > 1 and array.shape[-len(sizes) :] != (sizes[0], *[1] * (len(sizes) - 1)):
-            continue
+        if (*[1] * (len(x.shape) - array.ndim), *array.shape)[2:] != (sizes[0], *[1] * (len(sizes) - 1)):
+            continue  # of something else than heads
+        rows = list(x.shape[:2])
         x, bias = _plus_bias(x)
         if bias is None and (reshape := producer(x, "Reshape")) is not None:  # the sum, seen as heads
             x, bias = _plus_bias(reshape.inputs[0])
         raw = narrow(x)
         width = math.prod(sizes)
         if raw is None or raw.shape is None or len(raw.shape) < 3 or bias is not None and bias.size != width:
+            continue
+        if list(raw.shape[:2]) != rows or not named(rows):
             continue
         if math.prod(n if isinstance(n, int) else 0 for n in raw.shape[2:]) == width:
             return _Gates(raw, sizes, array.reshape(-1), None if bias is None else bias.reshape(sizes), lens)

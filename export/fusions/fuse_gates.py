@@ -90,7 +90,8 @@ def _apart(node: ir.Node) -> tuple[str, ir.Value, ir.Value] | None:
         if found is None or up is None or up is active or not read_by(active, node):
             continue
         gate = found[1]
-        if up is gate and found[0] == "sigmoid":  # silu itself
+        scaled = producer(gate, "Mul")
+        if found[0] == "sigmoid" and (up is gate or scaled is not None and up in scaled.inputs):  # silu itself, or QuickGelu
             continue
         if gate.shape is None or up.shape is None or len(gate.shape) not in (2, 3, 4) or not named(gate.shape):
             continue

@@ -20,30 +20,8 @@ def _reader(value: ir.Value) -> ir.Node | None:
     return node if node.op_type == "CausalConv" or has_up else None
 
 
-def _parts_left(graph: ir.Graph, split: ir.Node, x: ir.Value, parts: list[tuple[int, int, ir.Value]]) -> None:
-    """Puts in a Split's place what makes these (begin, end, value) of its parts of x: of neighbours one Slice, split again."""
-    op = adder(graph, split)
-    while parts:
-        count = 1
-        while count < len(parts) and parts[count][0] == parts[count - 1][1]:
-            count += 1
-        run, parts = parts[:count], parts[count:]
-        begin, end = run[0][0], run[-1][1]
-        numbers = ([begin], [end], [-1])
-        piece = op("Slice", x, *(op("Constant", value_ints=n) for n in numbers))
-        if count == 1:
-            take_over(run[0][2], piece)
-            continue
-        piece.type, piece.shape = x.type, ir.Shape([*(x.shape or ())[:-1], end - begin])
-        sizes = op("Constant", value_ints=[b - a for a, b, _ in run])
-        again = ir.node("Split", [piece, sizes], {"axis": -1}, num_outputs=count)
-        graph.insert_before(split, again)
-        for (_, _, value), made in zip(run, again.outputs, strict=True):
-            take_over(value, made)
-
-
 def read_columns(model: ir.Model, positions: int | None = None) -> int:
-    """A convolution or a gate whose input is a part of a wider product reads it there, and the Split copies what is left. After
+    """A convolution or a gate whose input is a part of a wider product reads it there, and Slices copy what is left. After
     fuse_gates and split_convolutions, before nest_splits. Returns how many parts are no longer copied.
     """
     count = 0
@@ -51,20 +29,22 @@ def read_columns(model: ir.Model, positions: int | None = None) -> int:
         sizes, x = column_sizes(split), split.inputs[0]
         if sizes is None or x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int):
             continue
-        ends = [*accumulate(sizes)]
-        readers = {i: node for i, part in enumerate(split.outputs) if (node := _reader(part)) is not None}
-        if not readers:
+        ends, whole = [*accumulate(sizes)], 4 if x.dtype == ir.DataType.FLOAT else 8  # columns: 16 bytes, as kernels load them
+        readers = {
+            i: node
+            for i, part in enumerate(split.outputs)
+            if (ends[i] - sizes[i]) % whole == 0 and (node := _reader(part)) is not None and node.graph is split.graph
+        }
+        if not readers or x.shape[2] % whole != 0:
             continue
         for i, node in readers.items():
             node.replace_input_with(0, x)
             node.attributes["columns"] = ir.AttrInt64("columns", 1)
             node.attributes["first_column"] = ir.AttrInt64("first_column", ends[i] - sizes[i])
-        left = [
-            (end - size, end, part)
-            for end, size, part in zip(ends, sizes, split.outputs, strict=True)
-            if part.uses() or part.is_graph_output()
-        ]
-        _parts_left(model.graph, split, x, left)
+        op = adder(model.graph, split)
+        for end, size, part in zip(ends, sizes, split.outputs, strict=True):
+            if part.uses() or part.is_graph_output():
+                take_over(part, op("Slice", x, *(op("Constant", value_ints=[n]) for n in (end - size, end, -1))))
         model.graph.remove(split, safe=True)
         count += len(readers)
     return count

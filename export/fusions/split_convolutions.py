@@ -21,9 +21,9 @@ def split_convolutions(model: ir.Model, positions: int | None = None) -> int:
         whole = node.outputs[0]
         split = next((use.node for use in whole.uses() if use.node.op_type == "Split" and use.node.domain == ""), None)
         sizes = column_sizes(split)
-        if split is None or sizes is None or len(sizes) != 3 or whole.is_graph_output():
+        if split is None or sizes is None or len(sizes) != 3 or min(sizes) < 1 or whole.is_graph_output():
             continue
-        if any(use.node is not split for use in whole.uses()):
+        if split.graph is not node.graph or any(use.node is not split for use in whole.uses()):
             continue
         parts = ir.convenience.convert_attributes(dict(zip(_SIZES, (1, *sizes), strict=True)))
         kept = [attribute for name, attribute in node.attributes.items() if name not in _SIZES]

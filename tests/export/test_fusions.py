@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet.export import causal_linear_decay, export, export_decoder, fusions, lean_attention
+from leanfleet.export import causal_conv, causal_linear_decay, export, export_decoder, fusions, gated_delta_rule, lean_attention
 from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
 from leanfleet.trt_plugins import prepare
@@ -885,6 +885,76 @@ def test_gates_in_float16_keep_the_range_of_float32(rounded):
     assert counts["fuse_gates"] == 1
     found = torch.from_numpy(results(model, values=(x, gate))[0])
     torch.testing.assert_close(found, GatedRows(rounded)(x, gate), rtol=2e-3, atol=0)
+
+
+class Recurrent(torch.nn.Module):
+    """The gates of a gated delta rule over H = D = N = 4, as transformers traces them; with `form` something that they are not."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.rate, self.bias = -torch.rand(4), torch.randn(4)
+
+    def forward(self, raw, beta, rows, lens):
+        x = raw.float() + self.bias
+        if self.form in ("of keys", "rate of keys"):
+            x = x.unsqueeze(-1) * torch.tensor([1.0, 0.5, 2.0, -1.0])
+        rate = self.rate.unsqueeze(-1) if self.form == "of keys" else self.rate
+        decay = rate * torch.nn.functional.softplus(x)
+        decay = torch.where(decay <= 0, decay, torch.zeros(()))
+        beta = 2 * beta.sigmoid().float()
+        inside = torch.arange(raw.shape[1]) < lens.unsqueeze(1)
+        inside = inside.unsqueeze(1) if self.form == "mask of heads" else inside.unsqueeze(-1)
+        beta = beta * inside.float()
+        decay = torch.where(inside if decay.dim() == 3 else inside.unsqueeze(-1), decay, torch.zeros(()))
+        return gated_delta_rule(rows, rows, rows, decay, beta=beta, normalize_qk=True, layout="bnhd")
+
+
+@pytest.mark.parametrize(("form", "fused"), (("of heads", 1), ("of keys", 1), ("rate of keys", 0), ("mask of heads", 0)))
+def test_gates_of_recurrences(form, fused):
+    torch.manual_seed(1)
+    module = Recurrent(form).eval()
+    x = torch.randn(2, 4, 4), torch.randn(2, 4, 4), torch.randn(2, 4, 4, 4), torch.tensor([4, 2], dtype=torch.int32)
+    shapes = {0: BATCH}, {0: BATCH}, {0: BATCH}, {0: BATCH}
+    warnings.filterwarnings("ignore")
+    model = export(module, x, dynamic_shapes=shapes).model
+    counts = fusions.fuse_for_onnxruntime(model)
+    assert counts["fuse_decay_gates"] == fused == kinds(model).count("DecayGates")
+    expected = module(*x)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    for library in (True, False):
+        found = torch.from_numpy(results(model, library, values=x)[0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Convolved(torch.nn.Module):
+    """A product whose columns are a gate, what is convolved and split, and others; sizes of the gate and of the three parts."""
+
+    def __init__(self, gate, parts, others=8):
+        super().__init__()
+        self.sizes, self.parts = (gate, sum(parts), others), parts
+        self.product = torch.nn.Linear(HIDDEN, sum(self.sizes), bias=False)
+        self.taps = torch.nn.Parameter(torch.randn(3, sum(parts)))
+
+    def forward(self, x):
+        gate, mixed, others = self.product(x).split(self.sizes, -1)
+        first, second, third = causal_conv(mixed, self.taps, activation="silu").split(self.parts, -1)
+        return torch.nn.functional.silu(gate) * first, second * 2, third, others + 1
+
+
+@pytest.mark.parametrize(
+    ("gate", "parts", "split", "read"),
+    ((16, (16, 4, 8), 1, 2), (16, (16, 3, 9), 1, 2), (5, (5, 4, 3), 1, 0), (6, (6, 4, 4), 1, 1)),
+)
+def test_convolutions_among_other_columns(gate, parts, split, read):
+    """Read where they stand if they begin at 16 bytes, and written in three parts."""
+    torch.manual_seed(2)
+    x, module = torch.randn(2, 5, HIDDEN), Convolved(gate, parts)
+    counts, model = counts_of(module, x)
+    assert (counts["split_convolutions"], counts["read_columns"]) == (split, read)
+    for library in (True, False):
+        for found, expected in zip(results(model, library, values=(x,)), module(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_gates_of_other_ranks_stay():

@@ -1398,18 +1398,23 @@ def test_linear_attention_with_beta_back(layout):
 
 
 @pytest.mark.parametrize("kind", ("silu", "gelu", "gelu_tanh", "relu", "sigmoid"))
-@pytest.mark.parametrize("form", ("halves", "apart", "skip"))
+@pytest.mark.parametrize("form", ("halves", "apart", "skip", "columns"))
 def test_gated_activation_back(kind, form):
+    attributes = {"activation": kind} | ({"columns": 1, "first_column": 5} if form == "columns" else {})
     inputs = {"gate_up": normal(2, 3, 2, 8)} if form == "halves" else {"gate_up": normal(2, 3, 8), "up": normal(2, 3, 8)}
     if form == "skip":
         inputs |= {"skip": normal(2, 3, 8), "skip_scale": normal(4)}
-    is_back(*single("GatedActivation", inputs, {"activation": kind}), "Mul", "")
+    if form == "columns":
+        inputs["gate_up"] = normal(2, 3, 20)
+    is_back(*single("GatedActivation", inputs, attributes), "Mul", "")
 
 
 @pytest.mark.parametrize("state", (False, True))
-def test_causal_conv_of_three_parts_back(state):
-    inputs = {"input": normal(2, 9, 12), "weight": normal(4, 12), "bias": normal(12)}
-    attributes = dict(activation="silu", split=1, first=4, second=2, third=6, return_state=int(state))
+def test_causal_conv_of_columns_and_three_parts_back(state):
+    inputs = {"input": normal(2, 9, 20), "weight": normal(4, 12), "bias": normal(12)}
+    attributes = dict(
+        activation="silu", split=1, first=4, second=2, third=6, return_state=int(state), columns=1, first_column=3
+    )
     if state:
         inputs["initial_state"] = normal(2, 3, 12)
     is_back(*single("CausalConv", inputs, attributes), "CausalConvWithState", "com.microsoft")

@@ -117,10 +117,12 @@ def test_causal_linear_decay_gradcheck(normalize, per_token):
     )
 
 
+@pytest.mark.parametrize("queries", [1, 2, 4])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-def test_gradients_with_beta(normalize, layout):
-    """Keys that two states share, each with a beta of its own: finite differences, and float32 beside float64."""
+def test_gradients_with_beta(normalize, layout, queries):
+    """Keys that two states share, each with a beta of its own, and fewer queries, as many or more: finite differences, and
+    float32 beside float64."""
     swap = (lambda x: x) if layout == "bhnd" else (lambda x: x.transpose(1, 2).contiguous())
 
     def run(*a):
@@ -129,7 +131,7 @@ def test_gradients_with_beta(normalize, layout):
 
     def inputs(n, dtype):
         g = torch.Generator().manual_seed(n)
-        drawn = [swap(torch.rand(1, heads, n, width, generator=g, dtype=D)) for heads, width in ((2, 2), (1, 2), (2, 3))]
+        drawn = [swap(torch.rand(1, heads, n, width, generator=g, dtype=D)) for heads, width in ((queries, 2), (1, 2), (2, 3))]
         drawn += [-torch.rand(2, generator=g, dtype=D), torch.rand(1, 2, 2, 3, generator=g, dtype=D)]
         if normalize:
             drawn.append(torch.rand(1, 2, 2, generator=g, dtype=D))
