@@ -114,7 +114,7 @@ def test_a_rank_that_ends_while_windows_wait_for_it(exchanging, fake_nccl, tmp_p
     given = os.urandom(128), fake_nccl, str(exchanging)
     texts, seconds = ranks.run_ranks(ranks.ends_while_windows_wait, 2, 2, *given, dying=(1,))[0]
     assert texts[0] == texts[1] and re.search(r"rank 0 of 2: rank 1 \(process \d+\) has ended$", texts[0]), texts
-    assert seconds < 20
+    assert seconds < 60  # and not by the time-out of 120; threads of the simulated GPU share what cores there are
 
 
 @pytest.fixture(scope="module")

@@ -311,7 +311,7 @@ def without_windows(rank, world, ids, library, folder, how):
 def ends_while_windows_wait(rank, world, id, library, folder):
     """Rank 1 ends while rank 0's kernel waits for its lines: what rank 0 is told by the next calls, and after how long."""
     os.environ["LEANFLEET_LIBRARY_DIR"] = folder
-    communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=30)
+    communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=120)
     x = np.ones(1000, np.float32)
     call("AllReduce", x, {}, device="cuda")
     if rank == 1:
