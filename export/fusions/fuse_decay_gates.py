@@ -19,6 +19,11 @@ def _scalar(value: ir.Value | None) -> float | None:
     return float(array.astype(np.float64).item()) if array is not None and array.size == 1 else None
 
 
+def _orders(node: ir.Node | None) -> list[tuple[ir.Value | None, ir.Value | None]]:
+    """The two inputs of a sum or product, either first."""
+    return [] if node is None else [(node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])]
+
+
 def _lengths(mask: ir.Value | None, masked: ir.Value | None) -> ir.Value | None:
     """query_lens [B] where a mask [B,N,1] or [B,N,1,1], perhaps cast, says which rows of a value [B,N,...] it covers."""
     if mask is None or masked is None or mask.shape is None or masked.shape is None or not named(masked.shape):
@@ -49,8 +54,7 @@ def _unmasked(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]
     where = producer(value, "Where")
     if where is not None and _scalar(where.inputs[2]) == 0.0 and (lens := _lengths(where.inputs[0], value)) is not None:
         return where.inputs[1], lens
-    product = producer(value, "Mul")
-    for x, mask in (product.inputs, tuple(reversed(product.inputs))) if product is not None else ():
+    for x, mask in _orders(producer(value, "Mul")):
         if producer(mask, "Cast") is not None and (lens := _lengths(mask, value)) is not None:
             return x, lens
     return value, None
@@ -62,11 +66,10 @@ def _softplus(value: ir.Value | None) -> ir.Value | None:
         return plain.inputs[0]
     where = producer(value, "Where")
     over, log = (producer(where.inputs[0], "Greater"), producer(where.inputs[2], "Log")) if where is not None else (None, None)
-    total = producer(log.inputs[0], "Add") if log is not None else None
-    if where is None or over is None or total is None:
+    if where is None or over is None or log is None:
         return None
     x, limit = where.inputs[1], _scalar(over.inputs[1])
-    for part, one in (total.inputs, tuple(reversed(total.inputs))):
+    for part, one in _orders(producer(log.inputs[0], "Add")):
         exp = producer(part, "Exp")
         if exp is not None and exp.inputs[0] is x and over.inputs[0] is x and _scalar(one) == 1.0 and (limit or 0.0) >= _STEEP:
             return x
@@ -84,11 +87,12 @@ class _Gates:
     lens: ir.Value | None
 
 
-def _plus_bias(value: ir.Value | None) -> tuple[ir.Value | None, np.ndarray | None]:
-    """(x, constant) where a value is their sum; (value, None) for any other."""
-    total = producer(value, "Add")
-    for x, bias in (total.inputs, tuple(reversed(total.inputs))) if total is not None else ():
-        if (array := constant(bias)) is not None:
+def _plus_bias(value: ir.Value | None, sizes: list[int]) -> tuple[ir.Value | None, np.ndarray | None]:
+    """(x, constant) where a value is their sum and the constant is of its last axes, which are `sizes`; (value, None) for any
+    other."""
+    for x, bias in _orders(producer(value, "Add")):
+        array = constant(bias)
+        if array is not None and list(array.shape[-len(sizes) :]) == sizes and array.size == math.prod(sizes):
             return x, array
     return value, None
 
@@ -100,10 +104,9 @@ def _decays(value: ir.Value | None) -> _Gates | None:
     below = producer(held.inputs[0], "LessOrEqual") if held is not None else None
     if held is None or below is None or below.inputs[0] is not held.inputs[1]:
         return None
-    product = producer(held.inputs[1], "Mul")
-    if product is None or _scalar(held.inputs[2]) != 0.0 or _scalar(below.inputs[1]) != 0.0:
+    if _scalar(held.inputs[2]) != 0.0 or _scalar(below.inputs[1]) != 0.0:
         return None
-    for rate, step in (product.inputs, tuple(reversed(product.inputs))):
+    for rate, step in _orders(producer(held.inputs[1], "Mul")):
         array, x = constant(rate), _softplus(step)
         if array is None or x is None or x.shape is None or len(x.shape) not in (3, 4):
             continue
@@ -112,13 +115,12 @@ def _decays(value: ir.Value | None) -> _Gates | None:
             continue
         if (*[1] * (len(x.shape) - array.ndim), *array.shape)[2:] != (sizes[0], *[1] * (len(sizes) - 1)):
             continue  # of something else than heads
-        rows = list(x.shape[:2])
-        x, bias = _plus_bias(x)
+        rows, width = list(x.shape[:2]), math.prod(sizes)
+        x, bias = _plus_bias(x, sizes)
         if bias is None and (reshape := producer(x, "Reshape")) is not None:  # the sum, seen as heads
-            x, bias = _plus_bias(reshape.inputs[0])
+            x, bias = _plus_bias(reshape.inputs[0], [width])
         raw = narrow(x)
-        width = math.prod(sizes)
-        if raw is None or raw.shape is None or len(raw.shape) < 3 or bias is not None and bias.size != width:
+        if raw is None or raw.shape is None or len(raw.shape) < 3:
             continue
         if list(raw.shape[:2]) != rows or not named(rows):
             continue
