@@ -337,7 +337,7 @@ def test_decoders_build(kind, tmp_path):
             block_size=4,
             layer_types=["linear_attention", "full_attention"],
         )
-        expected = ["CausalLinearDecay", "LeanAttention"]
+        expected = ["CausalLinearDecay", "GatedActivation", "LeanAttention"]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     if kind == "normalized":
@@ -352,10 +352,14 @@ def test_decoders_build(kind, tmp_path):
 
 
 GATED = ["GatedActivation"]
-HYBRIDS = {  # gates of recurrent layers, and of feed-forward layers or shared experts
-    "qwen3-next": [*(delta := ["CausalConv", "GatedDeltaRule", *GATED, *GATED]), "LeanAttention", *GATED, *delta],
-    "bamba": ["CausalConv", "CausalLinearDecay", *GATED, *GATED, "LeanAttention", *GATED],
-    "mamba2": ["CausalConv", "CausalLinearDecay", *GATED] * 2,
+HYBRIDS = {  # gates of recurrent layers and attention, and of feed-forward layers or shared experts
+    "qwen3-next": [
+        *(delta := ["CausalConv", "DecayGates", "GatedDeltaRule", *GATED, *GATED]),
+        *["LeanAttention", *GATED, *GATED],
+        *delta,
+    ],
+    "bamba": ["CausalConv", "DecayGates", "CausalLinearDecay", *GATED, *GATED, "LeanAttention", *GATED],
+    "mamba2": ["CausalConv", "DecayGates", "CausalLinearDecay", *GATED] * 2,
 }
 
 
