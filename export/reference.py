@@ -1225,6 +1225,9 @@ def causal_conv(
     """
     op = "CausalConv"
     match, dims, compute, float_out = _begin(op, "bhnd", input, compute_dtype)
+    _check(columns or not first_column, f"{op}: first_column needs columns")
+    for name, size in (("first", first), ("second", second), ("third", third)):
+        _check(split or not size, f"{op}: {name} needs split")
     if columns:
         input = _columns(op, "input", input, first_column, weight.shape[-1])
     match("input", input, "T", "B N C")
@@ -1705,6 +1708,7 @@ def gated_activation(
     """
     match, dims, compute, _ = _begin("GatedActivation", "bhnd", gate_up, compute_dtype)
     _check(not columns or up is not None, "GatedActivation: columns needs up")
+    _check(columns or not first_column, "GatedActivation: first_column needs columns")
     if columns and up is not None:
         gate_up = _columns("GatedActivation", "gate_up", gate_up, first_column, up.shape[-1])
     match("gate_up", gate_up, "T", "B N 2 F" if up is None else "B N F")

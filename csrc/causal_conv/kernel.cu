@@ -13,6 +13,7 @@
 #include "causal_conv/causal_conv.h"
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/with_type.cuh"
 
 namespace leanfleet::causal_conv {
 
@@ -342,11 +343,7 @@ int launch(const Args& args, const CudaTarget& target) {
     const cudaError_t error = cudaMemcpyAsync(args.final_state, args.initial_state, bytes, cudaMemcpyDeviceToDevice, stream);
     if (error != cudaSuccess) return error;
   }
-  switch (static_cast<DType>(args.dtype)) {
-    case DType::kFloat32: return launch_type<float>(args, stream);
-    case DType::kFloat16: return launch_type<__half>(args, stream);
-    default: return launch_type<__nv_bfloat16>(args, stream);
-  }
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, stream); });
 }
 
 }  // namespace leanfleet::causal_conv

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "causal_conv/causal_conv.h"
+#include "core/columns.h"
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
@@ -47,18 +48,15 @@ Status check_values(const Call& call, bool strict) {
 
 Args make_args(const Call& call) {
   Args args = {};
-  args.input = call.inputs[kInput].data;
   args.weight = call.inputs[kWeight].data;
   args.bias = call.inputs[kBias].data;
   args.initial_state = call.inputs[kInitialState].as<const float>();
   args.query_lens = call.inputs[kQueryLens].as<const int32_t>();
   args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
   args.state_index = call.inputs[kStateIndex].as<const int32_t>();
-  args.channels = args.pitch = call.dims[kDimC];
-  if (call.attrs[kAttrColumns].i != 0) {
-    args.pitch = call.dims[kDimW];
-    args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);
-  }
+  args.channels = call.dims[kDimC];
+  args.pitch = call.inputs[kInput].shape[2];
+  args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);
   const bool split = call.attrs[kAttrSplit].i != 0;
   args.num_parts = split ? kMostParts : 1;
   const int outputs[kMostParts] = {kOutOutput, kOutOutput2, kOutOutput3};

@@ -13,6 +13,7 @@
 #include "causal_linear_decay/rows.h"
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/with_type.cuh"
 
 namespace leanfleet::causal_linear_decay {
 
@@ -313,11 +314,7 @@ bool decode_fits(const Args& args) {
 
 int launch_decode(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  switch (static_cast<DType>(args.in.dtype)) {
-    case DType::kFloat32: return launch<float>(args, plan_of(args), stream);
-    case DType::kFloat16: return launch<__half>(args, plan_of(args), stream);
-    default: return launch<__nv_bfloat16>(args, plan_of(args), stream);
-  }
+  return with_type(args.in.dtype, [&](auto type) { return launch<decltype(type)>(args, plan_of(args), stream); });
 }
 
 }  // namespace leanfleet::causal_linear_decay

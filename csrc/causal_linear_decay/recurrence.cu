@@ -14,6 +14,7 @@
 #include "core/mma.cuh"
 #include "core/op.h"
 #include "core/shared_memory.cuh"
+#include "core/with_type.cuh"
 
 namespace leanfleet::causal_linear_decay {
 
@@ -597,11 +598,7 @@ int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Wo
   if (error != cudaSuccess) return error;
   if (few) return launch_decode(args, target);
   if (many) return launch_rows(args, target, ws);
-  switch (static_cast<DType>(in.dtype)) {
-    case DType::kFloat32: return launch_for<float>(args, target, tickets, fleet);
-    case DType::kFloat16: return launch_for<__half>(args, target, tickets, fleet);
-    default: return launch_for<__nv_bfloat16>(args, target, tickets, fleet);
-  }
+  return with_type(in.dtype, [&](auto type) { return launch_for<decltype(type)>(args, target, tickets, fleet); });
 }
 
 }  // namespace leanfleet::causal_linear_decay

@@ -2,6 +2,7 @@
 #include "causal_linear_decay/rows.h"
 
 #include "causal_linear_decay/rows.cuh"
+#include "core/with_type.cuh"
 
 namespace leanfleet::causal_linear_decay {
 
@@ -33,11 +34,7 @@ int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws) {
   plan.decays = ws.scratch<float>(slots);
   if (ws.counting()) return cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  switch (static_cast<DType>(in.dtype)) {
-    case DType::kFloat32: return rows::launch_typed<float>(args, plan, stream);
-    case DType::kFloat16: return rows::launch_typed<__half>(args, plan, stream);
-    default: return rows::launch_typed<__nv_bfloat16>(args, plan, stream);
-  }
+  return with_type(in.dtype, [&](auto type) { return rows::launch_typed<decltype(type)>(args, plan, stream); });
 }
 
 }  // namespace leanfleet::causal_linear_decay

@@ -313,16 +313,17 @@ inline constexpr TensorSpec kOutputs[] = {
 inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 5, 5, kActivationValues, nullptr, -1, nullptr},
     {"columns", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
-    {"first_column", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_column", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 3}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 1}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 1}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kAttr, 1}}, 0},
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 2}, {RefKind::kSymbol, 4}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "N", "F", "W", "H"};
-inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 3, 4, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 3, 5, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 
@@ -436,19 +437,23 @@ inline constexpr AttrSpec kAttrs[] = {
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1, nullptr},
     {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"columns", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
-    {"first_column", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_column", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"split", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
-    {"first", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 7, nullptr},
-    {"second", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 8, nullptr},
-    {"third", AttrType::kInt, 0, 0.0f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, 9, nullptr},
+    {"first", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 7, nullptr},
+    {"second", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 8, nullptr},
+    {"third", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 9, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kFixed, {RefKind::kInput, 5}, 1, {{RefKind::kSymbol, 0}}, 1},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 6}, {RefKind::kInput, 3}}, 0},
     {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 4}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 3}, {RefKind::kAttr, 2}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 5}, {RefKind::kAttr, 4}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 6}, {RefKind::kAttr, 4}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kAttr, 4}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "N", "W", "C", "K", "P", "Q", "first", "second", "third"};
-inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 4, 8, 3, 10, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 4, 8, 7, 10, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_conv
 

@@ -10,6 +10,7 @@
 #include "core/integers.h"
 #include "core/merge_weights.cuh"
 #include "core/peer_lines.cuh"
+#include "core/with_type.cuh"
 
 namespace leanfleet {
 
@@ -261,9 +262,7 @@ bool fits_peers(const PartialAttention& part) {
 }
 
 int launch_peer_sum(const PeerView& view, const void* input, void* output, int64_t count, DType dtype, void* stream) {
-  if (dtype == DType::kFloat32) return sum_of_type<float>(view, input, output, count, stream);
-  if (dtype == DType::kFloat16) return sum_of_type<__half>(view, input, output, count, stream);
-  return sum_of_type<__nv_bfloat16>(view, input, output, count, stream);
+  return with_type(dtype, [&](auto type) { return sum_of_type<decltype(type)>(view, input, output, count, stream); });
 }
 
 int launch_peer_gather(const PeerView& view, const void* input, void* output, int64_t bytes, void* stream) {
@@ -272,9 +271,7 @@ int launch_peer_gather(const PeerView& view, const void* input, void* output, in
 }
 
 int launch_peer_merge(const PeerView& view, const PartialAttention& part, void* stream) {
-  if (part.dtype == DType::kFloat32) return merge_of_type<float>(view, part, stream);
-  if (part.dtype == DType::kFloat16) return merge_of_type<__half>(view, part, stream);
-  return merge_of_type<__nv_bfloat16>(view, part, stream);
+  return with_type(part.dtype, [&](auto type) { return merge_of_type<decltype(type)>(view, part, stream); });
 }
 
 }  // namespace leanfleet

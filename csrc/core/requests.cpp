@@ -74,16 +74,6 @@ Status check_cu_seqlens(const Call& call, const Tensor& cu_seqlens, int64_t toke
   return {};
 }
 
-Status check_columns(const Call& call, const char* tensor, int64_t first, int64_t count, int64_t width) {
-  if (first <= width && count <= width - first) return {};
-  return call.invalid("columns is 1, first_column is " + std::to_string(first) + ", and " + tensor + " has " +
-                      std::to_string(width) + " columns; expected " + std::to_string(count) + " from first_column on");
-}
-
-const void* columns_of(const Tensor& tensor, int64_t first) {
-  return tensor.data == nullptr ? nullptr : static_cast<const char*>(tensor.data) + first * element_size(tensor.dtype);
-}
-
 Status check_query_lens(const Call& call, const Tensor& query_lens, int64_t tokens) {
   for (int64_t b = 0; b < query_lens.shape[0]; ++b) {
     const int32_t found = query_lens.as<const int32_t>()[b];

@@ -12,9 +12,6 @@ namespace leanfleet {
 Status check_log_decay(const Call& call, const Tensor& log_decay, const Tensor& cu_seqlens);
 // Offsets begin at 0, do not fall and end at the last of `tokens` or before; tokens behind are padding.
 Status check_cu_seqlens(const Call& call, const Tensor& cu_seqlens, int64_t tokens);
-// `count` columns from `first` on, of a tensor that has `width`; and where they begin in its rows.
-Status check_columns(const Call& call, const char* tensor, int64_t first, int64_t count, int64_t width);
-const void* columns_of(const Tensor& tensor, int64_t first);
 // So many tokens of each batch row.
 Status check_query_lens(const Call& call, const Tensor& query_lens, int64_t tokens);
 // Rows of a pool of so many, none of them twice. A request without tokens may have -1.

@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "core/op.h"
+#include "core/with_type.cuh"
 #include "decay_gates/decay_gates.h"
 
 namespace leanfleet::decay_gates {
@@ -17,29 +18,31 @@ __device__ __forceinline__ float softplus(float x) { return x == x ? fmaxf(x, 0.
 // What a decay's logarithm may be: a NaN forgets everything, which leaves nothing finite where nothing should be.
 __device__ __forceinline__ float as_log_decay(float x) { return x <= 0.0f ? x : x == x ? 0.0f : -INFINITY; }
 
-template <class T>
+// Index: uint32_t where it counts all numbers and a stride more, since each takes several divisions.
+template <class T, class Index>
 __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ Args args) {
-  const int64_t of_row = args.heads * args.width, count = args.batch * args.tokens * of_row;
-  const int64_t betas = args.beta != nullptr ? args.batch * args.tokens * args.heads : 0;
-  const auto inside = [&](int64_t row) {
-    return args.query_lens == nullptr || row % args.tokens < args.query_lens[row / args.tokens];
+  const Index heads = static_cast<Index>(args.heads), width = static_cast<Index>(args.width), of_row = heads * width;
+  const Index tokens = static_cast<Index>(args.tokens), rows = static_cast<Index>(args.batch) * tokens;
+  const Index count = rows * of_row, betas = args.beta != nullptr ? rows * heads : 0;
+  const auto inside = [&](Index row) {
+    return args.query_lens == nullptr || row % tokens < static_cast<Index>(args.query_lens[row / tokens]);
   };
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const int64_t row = i / of_row, column = i - row * of_row;
+  for (Index i = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<Index>(gridDim.x) * kThreads) {
+    const Index row = i / of_row, column = i - row * of_row;
     float step = 0.0f, log_decay = 0.0f;
     if (inside(row)) {
       const float x = static_cast<float>(static_cast<const T*>(args.input)[i]);
       step = softplus(args.bias != nullptr ? x + args.bias[column] : x);
       if (step < args.step_min) step = args.step_min;
       if (step > args.step_max) step = args.step_max;
-      log_decay = as_log_decay(args.rate[column / args.width] * step);
+      log_decay = as_log_decay(args.rate[column / width] * step);
     }
     args.log_decay[i] = log_decay;
     if (args.step != nullptr) args.step[i] = step;
     if (i >= betas) continue;
     const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[i]);
-    args.beta[i] = inside(i / args.heads) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
+    args.beta[i] = inside(i / heads) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
   }
 }
 
@@ -47,7 +50,8 @@ template <class T>
 int launch_type(const Args& args, cudaStream_t stream) {
   const int64_t count = args.batch * args.tokens * args.heads * args.width, blocks = (count + kThreads - 1) / kThreads;
   if (blocks == 0) return cudaSuccess;
-  GateKernel<T><<<static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, 0, stream>>>(args);
+  const auto kernel = count < int64_t{1} << 31 ? GateKernel<T, uint32_t> : GateKernel<T, int64_t>;
+  kernel<<<static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -55,9 +59,7 @@ int launch_type(const Args& args, cudaStream_t stream) {
 
 int launch(const Args& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return launch_type<float>(args, cuda_stream);
-  if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, cuda_stream);
-  return launch_type<__nv_bfloat16>(args, cuda_stream);
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, cuda_stream); });
 }
 
 }  // namespace leanfleet::decay_gates

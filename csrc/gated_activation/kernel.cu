@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "core/op.h"
+#include "core/with_type.cuh"
 #include "gated_activation/gated_activation.h"
 
 namespace leanfleet::gated_activation {
@@ -87,9 +88,7 @@ int launch_type(const Args& args, cudaStream_t stream) {
 
 int launch(const Args& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return launch_type<float>(args, cuda_stream);
-  if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, cuda_stream);
-  return launch_type<__nv_bfloat16>(args, cuda_stream);
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, cuda_stream); });
 }
 
 }  // namespace leanfleet::gated_activation

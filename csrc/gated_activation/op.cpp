@@ -1,9 +1,9 @@
 #include <algorithm>
 
+#include "core/columns.h"
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
-#include "core/requests.h"
 #include "gated_activation/gated_activation.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"

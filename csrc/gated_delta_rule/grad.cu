@@ -12,6 +12,7 @@
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/shared_memory.cuh"
+#include "core/with_type.cuh"
 #include "gated_delta_rule/gated_delta_rule.h"
 
 namespace leanfleet::gated_delta_rule {
@@ -732,11 +733,7 @@ int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
     error = cudaMemsetAsync(grad.grad_value, 0, static_cast<size_t>(bytes), stream);
     if (error != cudaSuccess) return error;
   }
-  switch (static_cast<DType>(args.dtype)) {
-    case DType::kFloat32: return launch_type<float>(plan, stream);
-    case DType::kFloat16: return launch_type<__half>(plan, stream);
-    default: return launch_type<__nv_bfloat16>(plan, stream);
-  }
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(plan, stream); });
 }
 
 }  // namespace leanfleet::gated_delta_rule

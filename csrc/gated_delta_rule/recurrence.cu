@@ -7,6 +7,7 @@
 
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/with_type.cuh"
 #include "gated_delta_rule/gated_delta_rule.h"
 
 namespace leanfleet::gated_delta_rule {
@@ -328,11 +329,7 @@ int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws)
   }
   if (ws.counting()) return cudaSuccess;
   if (chunked_fits(args, target.device)) return launch_chunked(args, target);
-  switch (static_cast<DType>(args.dtype)) {
-    case DType::kFloat32: return launch_type<float>(args, stream);
-    case DType::kFloat16: return launch_type<__half>(args, stream);
-    default: return launch_type<__nv_bfloat16>(args, stream);
-  }
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, stream); });
 }
 
 }  // namespace leanfleet::gated_delta_rule

@@ -1,6 +1,7 @@
 // The append of new keys and values to quantised caches, before LeanAttention's kernels read them.
 #include <cuda_runtime.h>
 
+#include "core/with_type.cuh"
 #include "lean_attention/device.cuh"
 #include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
@@ -121,11 +122,7 @@ int launch(const Args& args, cudaStream_t stream) {
 
 int launch_append_narrow(const Args& args, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  switch (static_cast<DType>(args.dtype)) {
-    case DType::kFloat16: return launch<__half>(args, on);
-    case DType::kBFloat16: return launch<__nv_bfloat16>(args, on);
-    default: return launch<float>(args, on);
-  }
+  return with_type(args.dtype, [&](auto type) { return launch<decltype(type)>(args, on); });
 }
 
 }  // namespace leanfleet::lean_attention

@@ -9,6 +9,7 @@
 #include "core/chunk_scan.h"
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/with_type.cuh"
 #include "normalized_linear_attention/normalized_linear_attention.h"
 #include "normalized_linear_attention/step.h"
 
@@ -18,13 +19,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr float kUnitRowEps = 1e-12f;  // a row of less is divided by it, and its gradient is not projected
-
-template <class F>
-int with_type(int32_t dtype, F&& body) {
-  if (dtype == static_cast<int32_t>(DType::kFloat32)) return body(float{});
-  if (dtype == static_cast<int32_t>(DType::kFloat16)) return body(__half{});
-  return body(__nv_bfloat16{});
-}
 
 // A warp a row (b, head, token) of a tensor [B,heads,N,width]; rows are numbered in this order.
 struct Row {

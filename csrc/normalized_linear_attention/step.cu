@@ -6,6 +6,7 @@
 
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/with_type.cuh"
 #include "normalized_linear_attention/step.h"
 
 namespace leanfleet::normalized_linear_attention {
@@ -199,9 +200,7 @@ int launch_step(const Args& args, const CudaTarget& target, Workspace& ws) {
   const Inputs& in = args.in;
   uint32_t* const tickets = ws.sync<uint32_t>(in.batch * in.kv_heads + in.batch);
   if (ws.counting()) return cudaSuccess;
-  if (in.dtype == static_cast<int32_t>(DType::kFloat32)) return launch<float>(args, target, tickets);
-  if (in.dtype == static_cast<int32_t>(DType::kFloat16)) return launch<__half>(args, target, tickets);
-  return launch<__nv_bfloat16>(args, target, tickets);
+  return with_type(in.dtype, [&](auto type) { return launch<decltype(type)>(args, target, tickets); });
 }
 
 }  // namespace leanfleet::normalized_linear_attention

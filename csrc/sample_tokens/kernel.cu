@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "core/cuda_target.h"
+#include "core/with_type.cuh"
 #include "core/workspace.h"
 #include "sample_tokens/arithmetic.h"
 #include "sample_tokens/device.cuh"
@@ -747,9 +748,7 @@ int launch(const Args& args, const CudaTarget& target, Workspace& ws) {
                                               cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(target.stream));
     if (error != cudaSuccess) return error;
   }
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return launch_type<float>(args, tops, ctas, target);
-  if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, tops, ctas, target);
-  return launch_type<__nv_bfloat16>(args, tops, ctas, target);
+  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, tops, ctas, target); });
 }
 
 }  // namespace leanfleet::sample_tokens
