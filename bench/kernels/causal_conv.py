@@ -9,19 +9,14 @@ input, and SiLU behind it, and keeps no state. causal-conv1d (`pip install causa
 PyTorch and causal-conv1d get channels first, as theirs lie best. --drawn adds shapes that are drawn from a seed.
 """
 
-import argparse
 import importlib.util
-import json
 import random
 import statistics
-import time
-from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import Launches, captured, times
+from bench.kernels.timing import COPY_BYTES_PER_US, Launches, captured, shape_table, time_shapes, times
 
-COPY_BYTES_PER_US = 4.25e6
 SEED = 20261123
 TAPS = 4
 # (B, N, C): channels of Qwen3-Next, Nemotron-H and Falcon-H1 1.5B, in prompts and steps.
@@ -73,32 +68,16 @@ def line(shape, rounds):
     assert error <= 2**-6 * expected.abs().max().item(), f"{shape}: {error} apart from PyTorch's"
     graphs = {"ours": launches.capture()} | {name: captured(call) for name, call in calls.items()}
     medians = {name: statistics.median(t) for name, t in times(graphs, rounds).items()}
-    print(shape, {name: round(t, 2) for name, t in medians.items()}, flush=True)
     moved = 2 * x.numel() * x.element_size() + 2 * state.numel() * state.element_size()
     return {"shape": shape, "type": "bfloat16", "floor_us": moved / COPY_BYTES_PER_US, "us": medians}
 
 
 def table(report):
-    names = list(report["rows"][0]["us"])
-    lines = [f"{report['gpu']}, {report['date']}, bfloat16.", ""]
-    lines += ["| B, N, C | floor µs | " + " | ".join(f"{n} µs" for n in names) + " |", "|---" * (2 + len(names)) + "|"]
-    for row in report["rows"]:
-        cells = [", ".join(map(str, row["shape"])), f"{row['floor_us']:.2f}", *(f"{row['us'][n]:.2f}" for n in names)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return shape_table(report, "B, N, C")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--drawn", type=int, default=0)
-    arguments = parser.parse_args()
-    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": []}
-    for shape in [*SHAPES, *drawn(arguments.drawn)]:  # what is measured is kept where the rest is not
-        report["rows"].append(line(shape, arguments.rounds))
-        arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(table(report))
+    time_shapes(__doc__, SHAPES, drawn, line, table)
 
 
 if __name__ == "__main__":

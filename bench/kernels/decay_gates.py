@@ -7,18 +7,13 @@ L2 cache flushed by reading before each. The floor is inputs and outputs moved o
 copies. Lines with D are of a decay for each key dimension. --drawn adds shapes that are drawn from a seed.
 """
 
-import argparse
-import json
 import random
 import statistics
-import time
-from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import Launches, captured, times
+from bench.kernels.timing import COPY_BYTES_PER_US, Launches, captured, shape_table, time_shapes, times
 
-COPY_BYTES_PER_US = 4.25e6
 SEED = 20261128
 # (B, N, H, D or None): heads of Falcon-H1 1.5B, Qwen3-Next, Nemotron-H and Kimi-Linear, in prompts and steps.
 SHAPES = [(16, 2048, 24, None), (1, 8192, 32, None), (1, 8192, 128, None), (1, 8192, 32, 128)]
@@ -57,32 +52,16 @@ def line(shape, rounds):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=f"{shape}: apart from {name}")
     graphs = {"ours": launches.capture()} | {name: captured(call) for name, call in calls.items()}
     medians = {name: statistics.median(t) for name, t in times(graphs, rounds).items()}
-    print(shape, {name: round(t, 2) for name, t in medians.items()}, flush=True)
     moved = sum(x.numel() * x.element_size() for x in (*inputs.values(), *found))
     return {"shape": shape, "type": "bfloat16", "floor_us": moved / COPY_BYTES_PER_US, "us": medians}
 
 
 def table(report):
-    names = list(report["rows"][0]["us"])
-    lines = [f"{report['gpu']}, {report['date']}, bfloat16.", ""]
-    lines += ["| B, N, H, D | floor µs | " + " | ".join(f"{n} µs" for n in names) + " |", "|---" * (2 + len(names)) + "|"]
-    for row in report["rows"]:
-        cells = [", ".join("-" if n is None else str(n) for n in row["shape"]), f"{row['floor_us']:.2f}"]
-        lines.append("| " + " | ".join([*cells, *(f"{row['us'][n]:.2f}" for n in names)]) + " |")
-    return "\n".join(lines) + "\n"
+    return shape_table(report, "B, N, H, D")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--drawn", type=int, default=0)
-    arguments = parser.parse_args()
-    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": []}
-    for shape in [*SHAPES, *drawn(arguments.drawn)]:  # what is measured is kept where the rest is not
-        report["rows"].append(line(shape, arguments.rounds))
-        arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(table(report))
+    time_shapes(__doc__, SHAPES, drawn, line, table)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import Launches, captured, times
+from bench.kernels.timing import COPY_BYTES_PER_US, Launches, captured, times
 
-COPY_BYTES_PER_US = 4.25e6
 SHAPES = [(1, 2048, 8192), (1, 64, 8192), (1, 2048, 14_336), (1, 64, 14_336), (1, 1, 8192)]  # (B, N, F)
 
 

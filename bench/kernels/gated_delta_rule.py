@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from bench.kernels.timing import Launches, captured, times
+from bench.kernels.timing import COPY_BYTES_PER_US, Launches, captured, times
 
-COPY_BYTES_PER_US = 4.25e6
 SEED = 20261123
 LONGEST = 16384
 

@@ -39,10 +39,9 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import FLA_TUNING, Launches, captured, counted, quick_tuning, times
+from bench.kernels.timing import COPY_BYTES_PER_US, FLA_TUNING, Launches, captured, counted, quick_tuning, times
 
 DEVICE = "cuda"
-COPY_BYTES_PER_US = 4.25e6
 ALGORITHMS = ("causal_dot_product", "fleet", "lightning")
 # (B, H, N, D)
 LINES = [

@@ -1,16 +1,20 @@
 """One node on the GPU through the C interface, and how its time and what it counts are taken."""
 
+import argparse
 import contextlib
 import csv
 import functools
 import gc
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from leanfleet.export import torch_ops
 
 ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 FLUSH = {}
+COPY_BYTES_PER_US = 4.25e6  # what an H200 reaches when it copies
 FLA_TUNING = "configurations of 4 warps, 2 or 3 stages"  # of quick_tuning, for reports
 
 
@@ -98,6 +103,40 @@ def times(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, 
             for name, (begin, end) in events.items():
                 found[name].append(begin.elapsed_time(end) * 1000)
     return {name: sorted(t) for name, t in found.items()}
+
+
+def shape_table(report: Mapping[str, Any], axes: str) -> str:
+    """The Markdown table of what time_shapes wrote. axes: what a row's shape counts, such as "B, N, C"."""
+    names = list(report["rows"][0]["us"])
+    lines = [f"{report['gpu']}, {report['date']}, {report['rows'][0]['type']}.", ""]
+    lines += [f"| {axes} | floor µs | " + " | ".join(f"{n} µs" for n in names) + " |", "|---" * (2 + len(names)) + "|"]
+    for row in report["rows"]:
+        shape = ", ".join("-" if n is None else str(n) for n in row["shape"])
+        lines.append("| " + " | ".join([shape, *(f"{t:.2f}" for t in (row["floor_us"], *row["us"].values()))]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def time_shapes(
+    about: str,
+    shapes: Sequence[Any],
+    drawn: Callable[[int], Sequence[Any]],
+    line: Callable[[Any, int], dict[str, Any]],
+    table: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """A script OUT [--rounds 30] [--drawn 0], which writes OUT.json and OUT.md: line(shape, rounds) of each of the shapes and
+    of so many drawn ones, and their table. Both are written after each line: what is measured is kept where the rest fails."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--drawn", type=int, default=0)
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    for shape in [*shapes, *drawn(arguments.drawn)]:
+        rows.append(line(shape, arguments.rounds))
+        print(shape, {name: round(t, 2) for name, t in rows[-1]["us"].items()}, flush=True)
+        arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(table(report))
 
 
 def counted(module: str, metrics: Sequence[str], case: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -139,6 +139,8 @@ def test_errors(monkeypatch):
     refused(r"weight has shape \[4,9\]", make(4) | {"weight": torch.zeros(4, 9)})
     refused(r"axis 0 of \[K\+1,C\] is 1; it is empty, expected at least 2", make(4) | {"weight": torch.zeros(1, 8)})
     refused(r"initial_state has shape \[2,3,8\]", make(4, state=True) | {"weight": torch.zeros(3, 8)})
+    refused("first_column = 6 needs columns = 1; found columns = 0", make(4) | {"weight": torch.zeros(4, 4)}, first_column=6)
+    refused("second = 2 needs split = 1; found split = 0", make(4) | {"weight": torch.zeros(4, 4)}, second=2)
     columns = dict(columns=1, first_column=6)
     refused("first_column is 6, and input has 8 columns; expected 4 from", make(4) | {"weight": torch.zeros(4, 4)}, **columns)
     parts = dict(split=1, first=3, second=3, third=3)

@@ -150,6 +150,8 @@ def test_columns_that_are_not_there():
     x = torch.zeros(1, 2, 10)
     with pytest.raises(ValueError, match="first_column is 5, and gate_up has 10 columns; expected 6 from first_column on"):
         gated_activation(x, x[..., :6].contiguous(), columns=True, first_column=5)
+    with pytest.raises(ValueError, match="first_column = 5 needs columns = 1"):
+        gated_activation(x, x, first_column=5)
     with pytest.raises(ValueError, match="columns = 1 needs input up"):
         gated_activation(torch.zeros(1, 2, 2, 5), columns=True)
 
