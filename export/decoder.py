@@ -247,13 +247,16 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
+def cache_shapes(model: Any, cache: CacheType | None = None, narrow_states: bool = False) -> Shapes:
     """{name: (dtype, shape)} of the caches, layer by layer; shape has "batch" and "capacity" where they stand.
 
     cache: None: keys and values are of the model's type; one of decoder_contract.CACHES: of that type, and each token and head
-    has a scale; a CalibratedCache: of its type, without scales. Raises ValueError for another cache, and, naming the layer, for
-    a kind of layer that our operators do not serve.
+    has a scale; a CalibratedCache: of its type, without scales. narrow_states: states are of the model's type, of 16 bits.
+    Raises ValueError for another cache, and, naming the layer, for a kind of layer that our operators do not serve and for one
+    whose state cannot be narrow.
     """
+    if narrow_states:
+        return _narrow_states(model, cache_shapes(model, cache))
     if cache is not None:
         return _quantised_shapes(model, cache)
     if hasattr(model, "cache_shapes"):
@@ -299,6 +302,26 @@ def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
                 f"sliding_attention, MiniMax's linear_attention and the recurrent layers of some hybrids. {ELSEWHERE}"
             )
     return shapes
+
+
+def _narrow_states(model: Any, shapes: Shapes) -> Shapes:
+    """These shapes with states of the model's type."""
+    name, dtype = type(model).__name__, next(model.parameters()).dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: narrow_states keeps states in the model's type, which is {dtype}, not one of 16 bits")
+    states = [key for key in shapes if is_part(key, STATE)]
+    if not states:
+        raise ValueError(f"{name}: narrow_states is given, and no layer carries a state: leave it out")
+    hybrids, normalized = hybrid_layers(model), linear_layers_of(model)
+    for key in states:
+        layer = int(key.partition(".")[0])
+        if layer in normalized or (layer in hybrids and not hasattr(hybrids[layer], "ssm_state_size")):
+            kind = type(hybrids.get(layer) or normalized[layer]).__name__
+            raise ValueError(
+                f"{name}: narrow_states is given, and the state of layer {layer} ({kind}) is float32 in our operator: only those "
+                "of Mamba-2 and of linear attention with decay may have 16 bits"
+            )
+    return shapes | {key: (dtype, shapes[key][1]) for key in states}
 
 
 def _quantised_shapes(model: Any, of: CacheType) -> Shapes:
@@ -428,6 +451,7 @@ def export_decoder(
     cache: CacheType | None = None,
     tensor_parallel: int | None = None,
     context_parallel: int | None = None,
+    narrow_states: bool = False,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -448,7 +472,8 @@ def export_decoder(
     folder then has, in place of model.onnx, a graph for each rank with its share of heads, of feed-forward layers and experts
     (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. context_parallel: None, or a number of ranks, each of which
     computes the whole model over its share of the tokens in the caches (leanfleet.export.context_parallel); model.onnx is for
-    all of them. leanfleet.json holds what leanfleet.ort_ops.generate needs
+    all of them. narrow_states: states of Mamba-2 and of linear attention with decay are of the model's type, 16 bits, in place
+    of float32: half their memory and a step's traffic, and rounded once a step. leanfleet.json holds what leanfleet.ort_ops.generate needs
     to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
     leanfleet.export.export.
 
@@ -476,22 +501,33 @@ def export_decoder(
         )
     if tensor_parallel is not None:
         return _write_ranks(
-            model, folder, facts, tokenizer, check_world(tensor_parallel), all_logits, fuse, verify, rope, cache, options
+            model,
+            folder,
+            facts,
+            tokenizer,
+            check_world(tensor_parallel),
+            all_logits,
+            fuse,
+            verify,
+            rope,
+            cache,
+            narrow_states,
+            options,
         )
     if context_parallel is not None:
         world = sharing.check_world(context_parallel)
         facts["context_parallel"] = {"world": world, "block": CONTEXT_BLOCK}
-        module, arguments, shapes, names = _traced_shares(model, all_logits, cache, world)
+        module, arguments, shapes, names = _traced_shares(model, all_logits, cache, narrow_states, world)
     else:
-        module, arguments, shapes, names = _traced(model, all_logits, cache)
+        module, arguments, shapes, names = _traced(model, all_logits, cache, narrow_states)
     return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
 
 
 def _traced_shares(
-    model: Any, all_logits: bool, cache: CacheType | None, world: int
+    model: Any, all_logits: bool, cache: CacheType | None, narrow_states: bool, world: int
 ) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """As _traced, of its CONTEXT graph."""
-    caches = cache_shapes(model, cache)
+    caches = cache_shapes(model, cache, narrow_states)
     sharing.check_shareable(model, list(caches))
     pages = 4  # of an example's request, other than its tokens: no two dimensions of an example are the same by chance
     table = torch.from_numpy(context_table(EXAMPLE[BATCH], pages, EXAMPLE[TOKENS], CONTEXT_BLOCK))
@@ -514,10 +550,10 @@ def _open_dimensions(interface: Interface, dims: Mapping[str, Any]) -> dict[str,
 
 
 def _traced(
-    model: Any, all_logits: bool, cache: CacheType | None
+    model: Any, all_logits: bool, cache: CacheType | None, narrow_states: bool
 ) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's DECODER graph."""
-    caches = cache_shapes(model, cache)
+    caches = cache_shapes(model, cache, narrow_states)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
     shapes = _open_dimensions(DECODER, dims)
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
@@ -536,16 +572,17 @@ def _write_ranks(
     verify: bool,
     rope: str,
     cache: CacheType | None,
+    narrow_states: bool,
     options: Mapping[str, Any],
 ) -> torch.onnx.ONNXProgram:
     """As write, of a tensor parallel folder: one rank's share after the other, so that each is traced like a model."""
-    check_shardable(model, world, list(cache_shapes(model, cache)))
+    check_shardable(model, world, list(cache_shapes(model, cache, narrow_states)))
     first: torch.onnx.ONNXProgram | None = None
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         paths = [new / rank_file(rank) for rank in range(world)]
         for rank, path in enumerate(paths):
             with share_of_rank(model, cache, rank, world) as own:
-                module, arguments, shapes, names = _traced(model, all_logits, own)
+                module, arguments, shapes, names = _traced(model, all_logits, own, narrow_states)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
             facts |= found
             save(program.model, path)

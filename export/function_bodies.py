@@ -674,7 +674,7 @@ def _causal_linear_decay(ops, x, a, ranks):
     log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
     if x.beta is not None:
         key = ops.Mul(key, _log_decay(ops, x.beta, 3, a.layout, value))
-    pool = x.initial_state
+    pool = x.initial_state and ops.float(x.initial_state)
     if a.normalize:  # the normaliser is one more column of value, which is 1, and of the state
         value = _with_ones(ops, value)
         pool = pool and ops.Concat(pool, ops.Unsqueeze(x.initial_norm, [3]), axis=3)
@@ -694,11 +694,11 @@ def _causal_linear_decay(ops, x, a, ranks):
         final = ops.Squeeze(final, [2])
         if x.state_index is not None:
             final = ops.take(ops.ScatterND(pool, ops.Unsqueeze(index, [1]), final), 0, count)
+        norm = []
         if a.normalize:
             final, norm = ops.split_last(final, 3)
-            results += [final, ops.Squeeze(norm, [3])]
-        else:
-            results += [final]
+            norm = [ops.Squeeze(norm, [3])]
+        results += [final if x.initial_state is None else ops.CastLike(final, x.initial_state), *norm]
     return results
 
 

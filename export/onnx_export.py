@@ -17,7 +17,7 @@ import torch
 from leanfleet import spec
 from leanfleet.export import function_bodies, shortcuts, torch_ops  # noqa: F401  torch_ops defines torch.ops.leanfleet
 
-_TYPES = spec.TYPES | {"C": spec.TYPES["T"] + spec.TYPES["C"]}
+_TYPES = spec.TYPES | {own: tuple(dict.fromkeys(spec.TYPES["T"] + spec.TYPES[own])) for own in spec.OWN}
 _TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in types] for name, types in _TYPES.items()}
 _ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
 
@@ -29,7 +29,7 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
 
     def variable(t):
         """The name of its type: caches of keys and of values are chosen apart."""
-        return f"C_{t.takes or t.name}" if t.type == "C" else t.type
+        return f"{t.type}_{t.takes or t.name}" if t.type in spec.OWN else t.type
 
     used = {variable(t): _TYPE_STRINGS[t.type] for t in op.inputs + op.outputs}
 

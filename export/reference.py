@@ -50,7 +50,7 @@ def _check(condition, message):
 def _match(operator, dims, layout, name, tensor, kind, symbols):
     """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
 
-    kind: "T" query's type, "C" the same or one of FORMS, "F" float32 or float64, "I" and "L" any integer. A star after
+    kind: "T" query's type, "C" the same or one of FORMS, "S" the same or F, "F" float32 or float64, "I" and "L" any integer. A star after
     `symbols`, which are those of bhnd, says that the tensor follows `layout`.
     """
     if tensor is None:
@@ -72,6 +72,10 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
             f"{dims.get('T', 'a floating point type')}, the type of query",
         ),
         "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
+        "S": (
+            dtype in (torch.float32, torch.float64, dims.get("T")),
+            f"torch.float32 (or float64), or {dims.get('T')}, the type of query",
+        ),
         "C": (
             kind != "C" or dtype == dims["T"] or dtype in FORMS,
             f"{dims.get('T')}, the type of query, or {' or '.join(map(str, FORMS))}",
@@ -777,7 +781,7 @@ def causal_linear_decay(
     query T [B,Hq,N,R], key T [B,Hk,N,R], value T [B,Hv,N,Dv]: B, C and V of LD. Of the H = max(Hq, Hv) heads of the output
     head h takes query head h // (H / Hq) and state h // (H / Hv); state h takes key head h // (Hv / Hk).
     log_decay F [Hv], or per token [B,Hv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
-    initial_state F [B,Hv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hv,R] too.
+    initial_state F or T [B,Hv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hv,R] too.
     cu_seqlens I [Q+1]: request r is tokens cu[r] .. cu[r+1] of a batch of 1, and states have Q in place of
     B. Offsets are clamped to [0, N]; tokens of no request have output 0.
     state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hv,R,Dv] and of norms
@@ -790,8 +794,8 @@ def causal_linear_decay(
 
     algorithm: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, or auto, which is
     lightning here; they differ in rounding alone.
-    Returns output T [B,H,N,Dv]; with return_state final_state F, shaped as initial_state, and with normalize
-    too final_norm F, shaped as initial_norm.
+    Returns output T [B,H,N,Dv]; with return_state final_state of the type and shape of initial_state, without one F, and with
+    normalize too final_norm F, shaped as initial_norm.
     """
     op = "CausalLinearDecay"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
@@ -803,7 +807,7 @@ def causal_linear_decay(
     if beta is not None:
         match("beta", beta, "F", "B Hv N*")
         k = k * _swap(beta, layout).to(compute)[:, :, None, :, None]
-    match("initial_state", initial_state, "F", f"{rows} Hv R Dv")
+    match("initial_state", initial_state, "S", f"{rows} Hv R Dv")
     match("initial_norm", initial_norm, "F", f"{rows} Hv R")
     _check(
         state_index is None or initial_state is not None,
@@ -842,8 +846,9 @@ def causal_linear_decay(
         final = final.squeeze(2)
         if state_index is not None:
             final = pool.index_put((index,), final[requests])
-        final = final.to(float_out)
-        result += (final[..., :-1].clone(), final[..., -1].clone()) if normalize else (final,)
+        norm = (final[..., -1].to(float_out),) if normalize else ()
+        final = final[..., :-1] if normalize else final
+        result += (final.to(float_out if initial_state is None else initial_state.dtype).contiguous(), *norm)
     return result
 
 

@@ -303,6 +303,8 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
         x, {"cu_seqlens": "LinearAttention has no packed requests", "state_index": "LinearAttention has no pool of states"}
     )
     nodes.check_ranks(x, 4, ["query", "key", "value"], "initial_state")
+    if x["initial_state"] is not None and x["initial_state"].dtype not in (None, ir.DataType.FLOAT):
+        raise nodes.Refused("initial_state has 16 bits; LinearAttention's is float32")
     if a["normalize"]:
         raise nodes.Refused("normalize = 1, which LinearAttention does not have")
     if a["scale"] == 0:

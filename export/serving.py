@@ -159,11 +159,13 @@ def export_for_serving(
     verify: bool = True,
     rope: str = "short",
     cache: CacheType | None = None,
+    narrow_states: bool = False,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: what export_decoder takes. block: tokens a page. fuse, verify, rope, cache, options: as for export_decoder.
+    model: what export_decoder takes. block: tokens a page. fuse, verify, rope, cache, narrow_states, options: as for
+    export_decoder.
     leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for a model that carries something else
     than keys, values and states from call to call.
 
@@ -174,7 +176,7 @@ def export_for_serving(
         model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
         export_for_serving(model, "exported", block=32)
     """
-    module, arguments, shapes, names = _traced(model, block, cache)
+    module, arguments, shapes, names = _traced(model, block, cache, narrow_states)
     facts: Facts = {"kind": SERVING.kind, "block": block}
     facts |= cache_facts(cache)
     with files.new_folder(folder, OPTIONAL_FILES) as new:
@@ -191,6 +193,7 @@ def add_serving(
     verify: bool = True,
     rope: str = "short",
     cache: CacheType | None = None,
+    narrow_states: bool = False,
     **options: Any,
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
@@ -223,7 +226,7 @@ def add_serving(
             with (
                 nullcontext(cache) if rank is None or parallel is None else share_of_rank(model, cache, rank, parallel.world)
             ) as its_cache:
-                module, arguments, shapes, names = _traced(model, block, its_cache)
+                module, arguments, shapes, names = _traced(model, block, its_cache, narrow_states)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
             own |= found
             graphs.append(_Graph(stack, program.model, folder, rank))
@@ -334,13 +337,13 @@ def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 
 
 def _traced(
-    model: Any, block: int, cache: CacheType | None
+    model: Any, block: int, cache: CacheType | None, narrow_states: bool
 ) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
     model = model.eval()
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
-    caches = cache_shapes(model, cache)
+    caches = cache_shapes(model, cache, narrow_states)
     parts = KEY, VALUE, KEY_SCALE, VALUE_SCALE
     if unknown := [name for name in caches if not is_state(name) and not any(is_part(name, part) for part in parts)]:
         raise ValueError(

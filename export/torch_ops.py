@@ -143,8 +143,8 @@ def _check_placement(op, inputs):
                 "all tensors of a call must be on one device"
             )
         if tensor.dtype not in _DTYPES:
-            types = ("float32", "float16", "bfloat16")
-            types = {"C": (*types, *spec.TYPES["C"])}.get(t.type, spec.TYPES[t.type])
+            own = spec.TYPES["T"] if t.type in spec.OWN else ()
+            types = tuple(dict.fromkeys((*own, *spec.TYPES[t.type])))
             expected = " or ".join(filter(None, (", ".join(types[:-1]), types[-1])))
             raise ValueError(f"{op.name}: {t.name} has type {str(tensor.dtype).removeprefix('torch.')}; expected {expected}")
 
@@ -601,6 +601,8 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         grad_norm = None
     if state_index is not None:
         raise NotImplementedError("CausalLinearDecay: state_index is for inference; train with initial_state alone")
+    state_type = None if state is None else state.dtype
+    state, grad_state = (t if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in (state, grad_state))
     if grad_output is None:
         heads = 1 if attrs["layout"] == "bhnd" else 2
         like = query if query.shape[heads] >= value.shape[heads] else value
@@ -624,7 +626,7 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
             query, stored, value, log_decay, state, grad_output, grad_state, cu_seqlens
         )
         dk, d_beta = to_key_and_beta(dk)
-        d_state = d_state if wants_state else None
+        d_state = d_state.to(state_type) if wants_state else None
         return to_query(dq), dk, dv, d_decay if wants_decay else None, d_state, None, None, None, d_beta
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k, v, do = (t.to(wide) for t in (query, stored, value, grad_output))
@@ -652,7 +654,7 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     dq, dk, dv_aug, d_decay, d_aug = differentiate(q, k, v_aug, log_decay, state_aug, do_aug, d_final, cu_seqlens)
     dk, d_beta = to_key_and_beta(dk)
     dq, dk, dv = (g.to(query.dtype) for g in (to_query(dq), dk, dv_aug[..., :-1]))
-    d_state, d_norm = (d_aug[..., :-1], d_aug[..., -1]) if wants_state else (None, None)
+    d_state, d_norm = (d_aug[..., :-1].to(state_type), d_aug[..., -1]) if wants_state else (None, None)
     return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None, d_beta
 
 

@@ -68,6 +68,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "them, of keys and of values: int8/fp8 (default: the model's type)",
     )
     export.add_argument(
+        "--narrow-states",
+        action="store_true",
+        help="states of Mamba-2 and of linear attention with decay in the model's type, with --dtype float16 or bfloat16: half the "
+        "memory, and rounded once a step (default: float32)",
+    )
+    export.add_argument(
         "--calibrate",
         metavar="FILE",
         help="with --cache: text, in UTF-8, like what the model will read; scales are then found on it and constants of the "
@@ -401,7 +407,7 @@ def _export(arguments: argparse.Namespace) -> None:
         rows = calibration_rows(arguments.calibrate, model, tokenizer)
         say(f"calibrating {cache} caches on {sum(map(len, rows)):,} tokens of {arguments.calibrate} ...")
         cache = calibrate(model, rows, cache, arguments.scales or "channel")
-    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": cache}
+    options = {name: getattr(arguments, name) for name in ("fuse", "verify", "rope", "narrow_states")} | {"cache": cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
         shared = {name: getattr(arguments, name) for name in decoder_contract.PARALLEL_KINDS}
         export_decoder(model, new, tokenizer, **shared, **options)

@@ -21,8 +21,11 @@ TYPES = {
     "I": ("int32",),
     "L": ("int64",),
     "C": ("int8", "float8e4m3fn", "uint8"),
+    "S": ("float32",),
 }
-"""The types that a type variable stands for; C also for what T is."""
+"""The types that a type variable stands for; C and S also for what T is."""
+OWN = "C", "S"
+"""The type variables of tensors that have a type of their own, whichever of these: not all tensors of a node the same."""
 
 
 def numbers_each(dtype: Any) -> int:
@@ -120,9 +123,9 @@ class Tensor:
 
     def dtype(self, t: Any, others: Mapping[str, Any], input_types: Mapping[str, Any]) -> Any:
         """Its type in a call, in the caller's terms: t is T's, others has those of F, I and L, input_types those of the
-        inputs by name. An output of type C has that of the input that it takes; where that is absent, T's."""
-        if self.type == "C":
-            return input_types.get(self.takes or self.name, t)
+        inputs by name. An output of type C or S has that of the input that it takes; where that is absent, C is T and S is F."""
+        if self.type in OWN:
+            return input_types.get(self.takes or self.name, t if self.type == "C" else others["F"])
         return t if self.type == "T" else others[self.type]
 
 
@@ -303,8 +306,8 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
         conditions = [c for t in spec.inputs + spec.outputs for s in t.shapes for c in s.conditions]
         if unknown := set(conditions) - optional_inputs - {a.name for a in spec.attrs if a.type == "bool"}:
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
-        if any(t.type == "C" and t.takes is None for t in spec.outputs):
-            raise ValueError(f"ops.toml: {name}: an output of type C takes no input, which would tell its type")
+        if untold := [t.type for t in spec.outputs if t.type in OWN and t.takes is None]:
+            raise ValueError(f"ops.toml: {name}: an output of type {untold[0]} takes no input, which would tell its type")
         if any(a.plus and a.times for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
         if any(a.symbol in (x.name for x in spec.attrs) for t in spec.inputs for s in t.shapes for a in s.axes):

@@ -124,15 +124,17 @@ def command_export(args):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(args.shape, args.layers), dtype=dtype)
     # Random weights that only the other machine has cannot be verified here.
+    options = {"verify": not args.weightless, "narrow_states": args.narrow_states}
     for name in args.ways:
         if name == "padded":
-            export_decoder(model, args.folder / GRAPHS[name], verify=not args.weightless)
+            export_decoder(model, args.folder / GRAPHS[name], **options)
         else:
-            export_for_serving(model, args.folder / GRAPHS[name], block=BLOCK, verify=not args.weightless)
+            export_for_serving(model, args.folder / GRAPHS[name], block=BLOCK, **options)
     facts = {
         "model": args.model.name if args.model else args.shape,
         "dtype": args.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "narrow_states": args.narrow_states,
     }
     if args.weightless:
         for name in args.ways:
@@ -272,6 +274,7 @@ def main():
     export.add_argument("--shape", choices=list(SHAPES), default="smollm2", help="of the model with random weights")
     export.add_argument("--layers", type=int, help="of the model with random weights")
     export.add_argument("--dtype", default="float32")
+    export.add_argument("--narrow-states", action="store_true", help="states of 16 bits, of shapes whose layers have some")
     export.add_argument("--weightless", action="store_true", help="leave the weights to `run`, which makes random ones")
     export.set_defaults(command=command_export)
     run = commands.add_parser("run")

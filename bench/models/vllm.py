@@ -19,6 +19,9 @@ rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson 
           "next token" between its tokens, medians and p99; and answer tokens a second. Requests are handed over between steps:
           vLLM's core, another process, may by then have begun the next one without them; ours tells tokens a step late
 
+Hybrids: states are float32 on both sides; of 16 bits, lines of the section "narrow states", where ours was exported and vLLM
+is run with --narrow-states. That is vLLM's default.
+
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching. Both have run each
 shape once before. The random lines are drawn from --seed. Medians of ROUNDS.
 """
@@ -42,6 +45,7 @@ STEPS, ROUNDS = 256, 2
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
 SERVING = dict(requests=256, prompt=802, answer=168, running=64, step_tokens=2048)
 RATED = "serving at a rate"
+NARROW = "narrow states"
 LINES = [(1, 2000), (16, 2000), (64, 1000), (1, 30_000), (16, 8000)]  # (batch, context)
 PROFILED, PROFILED_STEPS = [(16, 2000), (1, 30_000)], 16
 NAMED = 10  # kernels of a line in the table
@@ -58,7 +62,7 @@ def shapes(seed, count=8):
 
 
 class Ours:
-    def __init__(self, folder, model):
+    def __init__(self, folder):
         import torch
 
         facts = json.loads((folder / "bench.json").read_text())
@@ -107,7 +111,7 @@ class Ours:
 
 
 class Vllm:
-    def __init__(self, folder, model):
+    def __init__(self, folder, model, narrow_states):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         self.model = folder / "vllm"
@@ -115,7 +119,7 @@ class Vllm:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         config.dtype = "float16"
         config.save_pretrained(self.model)
-        self.engine, self.opened, self.traces = None, None, None
+        self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
 
     def open(self, running, step_tokens):
         from vllm import LLM
@@ -136,6 +140,7 @@ class Vllm:
             max_num_batched_tokens=step_tokens,
             gpu_memory_utilization=0.6,
             disable_log_stats=True,
+            mamba_ssm_cache_dtype=self.states,
             **({"profiler_config": profiler} if self.traces else {}),
         )
 
@@ -289,10 +294,12 @@ def traced(engine, model):
 def measure(arguments):
     import torch
 
-    model = json.loads((arguments.folder / "bench.json").read_text())["model"]
-    engine = {"ours": Ours, "vllm": Vllm}[arguments.side](arguments.folder, model)
+    facts = json.loads((arguments.folder / "bench.json").read_text())
+    model, ours = facts["model"], arguments.side == "ours"
+    narrow = facts.get("narrow_states", False) if ours else arguments.narrow_states
+    engine = Ours(arguments.folder) if ours else Vllm(arguments.folder, model, narrow)
     name = "kernels" if arguments.kernels else "rows"
-    lines = shapes(arguments.seed, arguments.drawn)
+    lines = [(*line, NARROW if narrow else section) for *line, section in shapes(arguments.seed, arguments.drawn)]
     serving = not arguments.no_serving
     rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, serving, arguments.rates)
     result = {
@@ -374,6 +381,7 @@ def main():
         command.add_argument("out", type=Path)
         command.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of the random lines, hexadecimal")
         command.add_argument("--drawn", type=int, default=8, help="random lines")
+        command.add_argument("--narrow-states", action="store_true", help="vLLM's of hybrids; ours are as they were exported")
         command.add_argument("--no-serving", action="store_true", help="steps and prompts alone")
         command.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, after serving")
         command.add_argument("--kernels", action="store_true", help="where two lines' time goes, in place of timings")

@@ -91,7 +91,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const int64_t row_floats = args.past * args.channels;
   if (pool) {
     name_pool_rows(args.state_index, args.requests, args.state_rows, named);
-    keep_other_rows(*target.threads, args.initial_state, args.final_state, args.state_rows, row_floats, named);
+    keep_other_rows(*target.threads, call.inputs[kInitialState], call.outputs[kOutFinalState], named);
   }
   if (args.cu_seqlens != nullptr && !covers_all_tokens(args.cu_seqlens, args.requests, args.tokens))
     for (int output : {kOutOutput, kOutOutput2, kOutOutput3})

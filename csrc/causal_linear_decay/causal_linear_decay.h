@@ -50,11 +50,14 @@ struct Args {
   bool normalize;
   float eps;
   const float *initial_state, *initial_norm;  // [state_rows,Hv,R,Dv], [state_rows,Hv,R]; null: 0
+  const void* narrow_initial_state;           // T: in place of the float32 one, which is null then. On CUDA of steps alone
   const int32_t* state_index;                 // [requests]: row of a request's state; outside the pool: 0, not written. null: q
   int64_t state_rows;                         // P, or requests
   void* output;                               // T [B,H,N,Dv]; tokens of no request become 0
   float *final_state, *final_norm;            // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
                                               // no request names become those of the initial ones
+  void* narrow_final_state;                   // T: with narrow_initial_state, in place of the float32 one
+  bool narrow_states;                         // known, too, while a workspace is counted
   bool carries_state;  // initial_state is given and final_state asked for: known, too, while a workspace is counted
 };
 

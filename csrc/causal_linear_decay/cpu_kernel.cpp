@@ -168,12 +168,7 @@ void transpose_out(const float* in, int64_t n, int64_t width, T* rows, int64_t s
       transpose(block);
       for (int64_t t = 0; t < kLanes && first + t < n; ++t) {
         T* to = rows + (first + t) * stride + c;
-        const Vec x = add ? load_part(to, width - c) + block[t] : block[t];
-        if (width - c >= kLanes) {
-          store(to, x);
-        } else {
-          for (int64_t i = 0; i < width - c; ++i) to[i] = from_float<T>(x[i]);
-        }
+        store_part(to, add ? load_part(to, width - c) + block[t] : block[t], width - c);
       }
     }
   }
@@ -219,14 +214,16 @@ struct State {
 State packed_state(float* data, int64_t rows) { return {data, kPanel, rows * kPanel}; }
 State plain_state(const float* data, int64_t width) { return {const_cast<float*>(data), width, kPanel}; }
 
-void import_state(const float* from, int64_t rows, int64_t columns, int64_t stride, const State& to) {
+template <class T>
+void import_state(const T* from, int64_t rows, int64_t columns, int64_t stride, const State& to) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes)
       store(to.panel(c / kPanel) + r * kPanel + c % kPanel,
             from != nullptr ? load_part(from + r * stride + c, columns - c) : Vec{});
 }
 
-void export_state(const State& from, int64_t rows, int64_t columns, int64_t stride, float* to) {
+template <class T>
+void export_state(const State& from, int64_t rows, int64_t columns, int64_t stride, T* to) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes)
       store_part(to + r * stride + c, load(from.panel(c / kPanel) + r * kPanel + c % kPanel), columns - c);
@@ -599,7 +596,8 @@ void reduce_forward(const ForwardPlan& plan, const ForwardItem& item, const Forw
 
 // Σ of earlier pieces in place of each piece's own. at[s * stride] belongs to the s-th of `count` pieces; the last
 // one's own sum is not there.
-void combine_row(const float* initial, float* at, int64_t stride, const double* kept, int64_t kept_stride, int64_t count,
+template <class T>
+void combine_row(const T* initial, float* at, int64_t stride, const double* kept, int64_t kept_stride, int64_t count,
                  int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Vec total = initial != nullptr ? load_part(initial + i, n - i) : Vec{};
@@ -619,6 +617,7 @@ int64_t pieces_of_request(const RequestPiece* pieces) {
   return count;
 }
 
+template <class T>
 void combine_forward(const ForwardPlan& plan, int64_t index) {
   const Inputs& in = plan.args.in;
   const int64_t rows = ceil_div(in.key_width, kChunkTokens);  // blocks of rows
@@ -633,8 +632,13 @@ void combine_forward(const ForwardPlan& plan, int64_t index) {
   const int64_t state_row = item_at(one_range, (piece - plan.pieces) * in.v_heads + state_head).state_row;
   const bool given = state_row >= 0 && plan.args.initial_state != nullptr;
   const int64_t at = row * in.value_width, size = in.key_width * in.value_width;
-  combine_row(given ? plan.args.initial_state + state_row * size + at : nullptr, plan.slots.state + first * size + at,
-              in.v_heads * size, plan.slots.kept + first, in.v_heads, count, n * in.value_width);
+  const auto combine = [&](const auto* initial) {
+    combine_row(initial, plan.slots.state + first * size + at, in.v_heads * size, plan.slots.kept + first, in.v_heads, count,
+                n * in.value_width);
+  };
+  if (state_row >= 0 && plan.args.narrow_initial_state != nullptr)
+    combine(static_cast<const T*>(plan.args.narrow_initial_state) + state_row * size + at);
+  else combine(given ? plan.args.initial_state + state_row * size + at : nullptr);
   if (!plan.args.normalize) return;
   combine_row(given ? plan.args.initial_norm + state_row * in.key_width + row : nullptr,
               plan.slots.norm + first * in.key_width + row, in.v_heads * in.key_width, plan.slots.kept + first, in.v_heads,
@@ -775,6 +779,10 @@ void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const Forwar
                       : inside && args.initial_state != nullptr ? args.initial_state + at
                                                                 : nullptr;
   float* to = inside && item.piece.last && args.final_state != nullptr ? args.final_state + at : nullptr;
+  const bool narrow_given = slot < 0 && inside && args.narrow_initial_state != nullptr;
+  const T* narrow_from = narrow_given ? static_cast<const T*>(args.narrow_initial_state) + at : nullptr;
+  const bool narrow_asked = inside && item.piece.last && args.narrow_final_state != nullptr;
+  T* narrow_to = narrow_asked ? static_cast<T*>(args.narrow_final_state) + at : nullptr;
   if (args.normalize) {
     const float* norm = slot >= 0 ? plan.slots.norm + slot * width
                         : inside && plan.norms != nullptr
@@ -787,15 +795,17 @@ void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const Forwar
   const int64_t tokens = item.piece.end - item.piece.begin;
   if (tokens == 1 && from != nullptr && to != nullptr) {
     step<T>(plan, item, scratch, from, to);
-  } else if (columns % kLanes == 0 && tokens > 0) {
+  } else if (columns % kLanes == 0 && tokens > 0 && !args.narrow_states) {
     const State after = to != nullptr ? plain_state(to, stride) : State{};
     walk<T, true>(plan, item, scratch, from != nullptr ? plain_state(from, stride) : State{}, after);
   } else {
     const State state = packed_state(scratch.state, width);
-    const bool given = from != nullptr || tokens == 0;
-    if (given) import_state(from, width, columns, stride, state);
-    walk<T, true>(plan, item, scratch, given ? state : State{}, to != nullptr ? state : State{});
+    const bool given = from != nullptr || narrow_given || tokens == 0, asked = to != nullptr || narrow_asked;
+    if (narrow_given) import_state(narrow_from, width, columns, stride, state);
+    else if (given) import_state(from, width, columns, stride, state);
+    walk<T, true>(plan, item, scratch, given ? state : State{}, asked ? state : State{});
     if (to != nullptr) export_state(state, width, columns, stride, to);
+    if (narrow_asked) export_state(state, width, columns, stride, narrow_to);
   }
   if (args.normalize && inside && item.piece.last && args.final_norm != nullptr && item.first_column == 0)
     __builtin_memcpy(args.final_norm + item.state_row * width, scratch.norm, sizeof(float) * width);
@@ -803,7 +813,7 @@ void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const Forwar
 
 template <class T>
 void forward_of(const ForwardPlan& plan, Phase phase, int64_t index, float* floats) {
-  if (phase == Phase::kCombine) return combine_forward(plan, index);
+  if (phase == Phase::kCombine) return combine_forward<T>(plan, index);
   const ForwardItem item = item_at(plan, index);
   const ForwardScratch scratch = carve(plan.args.in, plan.range_width, floats);
   if (phase == Phase::kReduce) reduce_forward<T>(plan, item, scratch);

@@ -8,6 +8,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
@@ -80,10 +82,62 @@ __device__ __forceinline__ RowPart<T> load_part(const T* row, int first, int R, 
   return x;
 }
 
+// Four neighbouring numbers of a state. Those of float32 states begin at 16 bytes; whole: those of narrow ones at 8.
+__device__ __forceinline__ float4 load_state(const float* from, bool) { return *reinterpret_cast<const float4*>(from); }
+__device__ __forceinline__ void store_state(float* to, float4 x, bool) { *reinterpret_cast<float4*>(to) = x; }
+
+template <class S>
+union StatePart {
+  uint2 bits;
+  S element[4];
+};
+template <class S>
+__device__ __forceinline__ float4 load_state(const S* from, bool whole) {
+  StatePart<S> x;
+  if (whole) {
+    x.bits = *reinterpret_cast<const uint2*>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x.element[i] = from[i];
+  }
+  return make_float4(static_cast<float>(x.element[0]), static_cast<float>(x.element[1]), static_cast<float>(x.element[2]),
+                     static_cast<float>(x.element[3]));
+}
+template <class S>
+__device__ __forceinline__ void store_state(S* to, float4 x, bool whole) {
+  StatePart<S> y;
+  y.element[0] = static_cast<S>(x.x), y.element[1] = static_cast<S>(x.y);
+  y.element[2] = static_cast<S>(x.z), y.element[3] = static_cast<S>(x.w);
+  if (whole) {
+    *reinterpret_cast<uint2*>(to) = y.bits;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = y.element[i];
+  }
+}
+
+// The states of a call, of type S.
+template <class S>
+struct States {
+  const S* initial;
+  S* final;
+  bool whole;
+};
+template <class S>
+States<S> states_of(const Args& args) {
+  if constexpr (std::is_same_v<S, float>) {
+    return {args.initial_state, args.final_state, true};
+  } else {
+    const auto bits =
+        reinterpret_cast<uintptr_t>(args.narrow_initial_state) | reinterpret_cast<uintptr_t>(args.narrow_final_state);
+    return {static_cast<const S*>(args.narrow_initial_state), static_cast<S*>(args.narrow_final_state), bits % 8 == 0};
+  }
+}
+
 // One token a request. A thread has kThreadRows neighbouring rows of four columns.
-template <class T, int kThreads>
+template <class T, class S, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlocks : 1)
-    StepKernel(const __grid_constant__ Args args, int column_blocks, bool vectors) {
+    StepKernel(const __grid_constant__ Args args, const __grid_constant__ States<S> states, int column_blocks, bool vectors) {
   __shared__ __align__(16) float partial[2][kThreads / 32][kColumns];
   const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
@@ -122,18 +176,18 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
   float4 state[kThreadRows];
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
-    const bool load = args.initial_state != nullptr && there && inside && first + i < R;
-    state[i] = load ? *reinterpret_cast<const float4*>(args.initial_state + at + static_cast<int64_t>(i) * V)
+    const bool load = states.initial != nullptr && there && inside && first + i < R;
+    state[i] = load ? load_state(states.initial + at + static_cast<int64_t>(i) * V, states.whole)
                     : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  const bool keep = args.final_state != nullptr && there && inside;
+  const bool keep = states.final != nullptr && there && inside;
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     float4& s = state[i];
     const float by = static_cast<float>(k.element[i]);
     s.x = times_decay(s.x, decay) + by * v[0], s.y = times_decay(s.y, decay) + by * v[1];
     s.z = times_decay(s.z, decay) + by * v[2], s.w = times_decay(s.w, decay) + by * v[3];
-    if (keep && first + i < R) *reinterpret_cast<float4*>(args.final_state + at + static_cast<int64_t>(i) * V) = s;
+    if (keep && first + i < R) store_state(states.final + at + static_cast<int64_t>(i) * V, s, states.whole);
   }
 
   T* const output = static_cast<T*>(args.output) + request * in.output_strides.batch + head * group * in.output_strides.head;
@@ -161,9 +215,10 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
   }
 }
 
-template <class T, int kThreads>
+template <class T, class S, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
-    DecodeKernel(const __grid_constant__ Args args, const __grid_constant__ DecodePlan plan) {
+    DecodeKernel(const __grid_constant__ Args args, const __grid_constant__ States<S> states,
+                 const __grid_constant__ DecodePlan plan) {
   extern __shared__ __align__(16) float shared[];
   const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
@@ -181,8 +236,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   float4 state[kThreadRows];
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
-    const bool load = args.initial_state != nullptr && there && inside && row_group + i * plan.row_groups < R;
-    state[i] = load ? *reinterpret_cast<const float4*>(args.initial_state + at + static_cast<int64_t>(i) * plan.row_groups * V)
+    const bool load = states.initial != nullptr && there && inside && row_group + i * plan.row_groups < R;
+    state[i] = load ? load_state(states.initial + at + static_cast<int64_t>(i) * plan.row_groups * V, states.whole)
                     : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 
@@ -275,28 +330,28 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     // The next tile's first barrier comes before its partial outputs, and keys, queries and values have been read.
   }
 
-  if (args.final_state == nullptr || !there || !inside) return;
+  if (states.final == nullptr || !there || !inside) return;
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i)
     if (row_group + i * plan.row_groups < R)
-      *reinterpret_cast<float4*>(args.final_state + at + static_cast<int64_t>(i) * plan.row_groups * V) = state[i];
+      store_state(states.final + at + static_cast<int64_t>(i) * plan.row_groups * V, state[i], states.whole);
 }
 
-template <class T>
+template <class T, class S>
 cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream) {
   const Inputs& in = args.in;
-  const int64_t ctas = in.requests * in.v_heads * plan.column_blocks;
-  const int threads = plan.row_groups * kColumnLanes;
+  const auto ctas = static_cast<unsigned>(in.requests * in.v_heads * plan.column_blocks);
+  const auto threads = static_cast<unsigned>(plan.row_groups * kColumnLanes);
+  const States<S> states = states_of<S>(args);
   if (in.tokens == 1 && in.cu_seqlens == nullptr) {
     bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
     for (const void* data : {in.query, in.key}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    const auto kernel = threads <= kFewThreads ? StepKernel<T, kFewThreads> : StepKernel<T, kMaxThreads>;
-    kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), 0, stream>>>(args, plan.column_blocks, vectors);
+    const auto kernel = threads <= kFewThreads ? StepKernel<T, S, kFewThreads> : StepKernel<T, S, kMaxThreads>;
+    kernel<<<ctas, threads, 0, stream>>>(args, states, plan.column_blocks, vectors);
     return cudaGetLastError();
   }
-  const auto kernel = threads <= kFewThreads ? DecodeKernel<T, kFewThreads> : DecodeKernel<T, kMaxThreads>;
-  kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.v_heads), stream>>>(
-      args, plan);
+  const auto kernel = threads <= kFewThreads ? DecodeKernel<T, S, kFewThreads> : DecodeKernel<T, S, kMaxThreads>;
+  kernel<<<ctas, threads, shared_bytes(plan, in.heads / in.v_heads), stream>>>(args, states, plan);
   return cudaGetLastError();
 }
 
@@ -314,7 +369,10 @@ bool decode_fits(const Args& args) {
 
 int launch_decode(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  return with_type(args.in.dtype, [&](auto type) { return launch<decltype(type)>(args, plan_of(args), stream); });
+  return with_type(args.in.dtype, [&](auto type) {
+    using T = decltype(type);
+    return args.narrow_states ? launch<T, T>(args, plan_of(args), stream) : launch<T, float>(args, plan_of(args), stream);
+  });
 }
 
 }  // namespace leanfleet::causal_linear_decay

@@ -403,7 +403,8 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   if (counting) return cudaSuccess;
   const auto sum = [&](const void* from, void* to, int64_t heads, int32_t share, const Strides& strides) -> cudaError_t {
     if (share == 1) return cudaSuccess;
-    return with_type(in.dtype, [&](auto type) { return sum_heads<decltype(type)>(in, from, to, heads, share, strides, stream); });
+    return with_type(in.dtype,
+                     [&](auto type) { return sum_heads<decltype(type)>(in, from, to, heads, share, strides, stream); });
   };
   error = sum(query_grads, args.grad_query, in.q_heads, in.query_share, in.query_strides);
   if (error == cudaSuccess) error = sum(key_grads, args.grad_key, in.k_heads, in.key_share, in.key_strides);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "causal_linear_decay/choose.h"
+#include "causal_linear_decay/rows.h"
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
@@ -197,12 +198,18 @@ Args make_args(const Call& call) {
   args.algorithm = static_cast<int32_t>(call.attrs[kAttrAlgorithm].i);
   args.normalize = call.attrs[kAttrNormalize].i != 0;
   args.eps = call.attrs[kAttrEps].f;
-  args.initial_state = call.inputs[kInitialState].as<const float>();
+  args.narrow_states = call.inputs[kInitialState].present() && call.inputs[kInitialState].dtype != DType::kFloat32;
+  if (args.narrow_states) {
+    args.narrow_initial_state = call.inputs[kInitialState].data;
+    args.narrow_final_state = call.outputs[kOutFinalState].data;
+  } else {
+    args.initial_state = call.inputs[kInitialState].as<const float>();
+    args.final_state = call.outputs[kOutFinalState].as<float>();
+  }
   args.initial_norm = call.inputs[kInitialNorm].as<const float>();
   args.state_index = call.inputs[kStateIndex].as<const int32_t>();
   args.state_rows = call.inputs[kStateIndex].present() ? call.dims[kDimP] : args.in.requests;
   args.output = call.outputs[kOutOutput].data;
-  args.final_state = call.outputs[kOutFinalState].as<float>();
   args.final_norm = call.outputs[kOutFinalNorm].as<float>();
   args.carries_state = call.inputs[kInitialState].present() && call.attrs[kAttrReturnState].i != 0;
   return args;
@@ -252,8 +259,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.pieces = pieces;
   if (pool) {
     name_pool_rows(args.state_index, in.requests, args.state_rows, named);
-    keep_other_rows(*target.threads, args.initial_state, args.final_state, args.state_rows, norm_row * in.value_width, named);
-    keep_other_rows(*target.threads, args.initial_norm, args.final_norm, args.state_rows, norm_row, named);
+    keep_other_rows(*target.threads, call.inputs[kInitialState], call.outputs[kOutFinalState], named);
+    keep_other_rows(*target.threads, call.inputs[kInitialNorm], call.outputs[kOutFinalNorm], named);
   }
   for (int64_t q = 0; q < in.requests && copies_norm; ++q) {
     const int64_t row = pool ? args.state_index[q] : q;
@@ -267,23 +274,30 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 }
 
 #ifdef LEANFLEET_CUDA
+int launch_algorithm(const Args& args, const CudaTarget& target, Workspace& ws) {
+  if (args.algorithm == kAlgorithmLightning) return launch_lightning(args, target, ws);
+  return launch_recurrence(args, args.algorithm == kAlgorithmFleet, target, ws);
+}
+
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  const Args args = make_args(call);
+  Args args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
-  int algorithm = args.algorithm;
-  if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
+  if (args.algorithm == kAlgorithmAuto) args.algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
+  const bool lightning = args.algorithm == kAlgorithmLightning;
   if (args.normalize && args.in.key_width > kRecurrenceMaxKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
                             " and normalize is 1; on CUDA R goes up to 512 then");
-  if (algorithm == kAlgorithmLightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
+  if (lightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
                             " and normalize is 1; on CUDA lightning takes "
                             "R up to 256 then. Use auto");
-  if (algorithm == kAlgorithmLightning) return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
-  if (args.in.key_width > kRecurrenceMaxKeyWidth)
+  if (!lightning && args.in.key_width > kRecurrenceMaxKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) + "; on CUDA algorithm " +
-                            kAlgorithmValues[algorithm] + " takes R up to 512. Use auto or lightning");
-  return cuda_status(call, "launching the recurrence", launch_recurrence(args, algorithm == kAlgorithmFleet, target, ws));
+                            kAlgorithmValues[args.algorithm] + " takes R up to 512. Use auto or lightning");
+  const bool takes_narrow = !lightning && decode_fits(args);
+  const int failed = args.narrow_states && !takes_narrow ? with_wide_states(args, target, ws, launch_algorithm)
+                                                         : launch_algorithm(args, target, ws);
+  return cuda_status(call, lightning ? "launching lightning" : "launching the recurrence", failed);
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

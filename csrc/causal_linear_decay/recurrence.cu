@@ -572,14 +572,16 @@ cudaError_t launch_for(const Args& args, const CudaTarget& target, uint32_t* tic
 
 int keep_other_states(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  const auto keep = [&](const float* from, float* to, int64_t row_floats) -> cudaError_t {
+  const auto keep = [&](const void* from, void* to, int64_t row_bytes) -> cudaError_t {
     if (to == nullptr || to == from) return cudaSuccess;
-    const size_t bytes = sizeof(float) * static_cast<size_t>(args.state_rows * args.in.v_heads * row_floats);
+    const auto bytes = static_cast<size_t>(args.state_rows * args.in.v_heads * row_bytes);
     return from != nullptr ? cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)
                            : cudaMemsetAsync(to, 0, bytes, stream);
   };
-  const cudaError_t error = keep(args.initial_state, args.final_state, args.in.key_width * args.in.value_width);
-  return error == cudaSuccess ? keep(args.initial_norm, args.final_norm, args.in.key_width) : error;
+  const int64_t state = args.in.key_width * args.in.value_width, norm_bytes = args.in.key_width * int64_t{sizeof(float)};
+  const cudaError_t error = args.narrow_states ? keep(args.narrow_initial_state, args.narrow_final_state, 2 * state)
+                                               : keep(args.initial_state, args.final_state, state * int64_t{sizeof(float)});
+  return error == cudaSuccess ? keep(args.initial_norm, args.final_norm, norm_bytes) : error;
 }
 
 int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Workspace& ws) {

@@ -13,4 +13,8 @@ int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws);
 bool decode_fits(const Args& args);
 int launch_decode(const Args& args, const CudaTarget& target);
 
+// Another kernel's launch over states of 16 bits: with float32 ones in its scratch.
+int with_wide_states(const Args& args, const CudaTarget& target, Workspace& ws,
+                     int (*launch)(const Args&, const CudaTarget&, Workspace&));
+
 }  // namespace leanfleet::causal_linear_decay

@@ -57,7 +57,8 @@ DType dtype_of(const Call& call, TypeVar type) {
 
 Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
   const DType expected = dtype_of(call, spec.type);
-  if (spec.type == TypeVar::kC && is_narrow(tensor.dtype)) return {};
+  const OwnTypes own = own_types(spec.type, dtype_of(call, TypeVar::kT));
+  if (std::find(own.begin(), own.end(), tensor.dtype) != own.end()) return {};
   const bool integer =
       spec.type == TypeVar::kT && (tensor.dtype == DType::kInt32 || tensor.dtype == DType::kInt64 || is_narrow(tensor.dtype));
   if (tensor.dtype == expected && !integer) return {};
@@ -67,6 +68,9 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
     return call.invalid(found + "; expected " + dtype_name(expected) + ", the type of " + call.spec->inputs[0].name + ", or " +
                         narrow_type_names());
   }
+  if (own.count > 1)
+    return call.invalid(found + "; expected float32, or " + dtype_name(own.types[1]) + ", the type of " +
+                        call.spec->inputs[0].name);
   if (spec.type == TypeVar::kT)
     return call.invalid(found + ", but " + call.spec->inputs[0].name + " has " + dtype_name(expected) +
                         "; these must be the same");
@@ -276,9 +280,27 @@ std::string narrow_type_names() {
   return text;
 }
 
+OwnTypes own_types(TypeVar type, DType t) {
+  OwnTypes own;
+  const auto add = [&](DType dtype) {
+    if (std::find(own.begin(), own.end(), dtype) == own.end()) own.types[own.count++] = dtype;
+  };
+  if (type == TypeVar::kC) {
+    add(t);
+    for (const DType narrow : kNarrowTypes) add(narrow);
+  } else if (type == TypeVar::kS) {
+    add(DType::kFloat32);
+    add(t);
+  }
+  return own;
+}
+
+bool has_own_type(TypeVar type) { return type == TypeVar::kC || type == TypeVar::kS; }
+
 DType dtype_of(TypeVar type, DType t) {
   switch (type) {
-    case TypeVar::kF: return DType::kFloat32;
+    case TypeVar::kF:
+    case TypeVar::kS: return DType::kFloat32;
     case TypeVar::kI: return DType::kInt32;
     case TypeVar::kL: return DType::kInt64;
     case TypeVar::kT:
@@ -422,6 +444,12 @@ bool output_exists(const OpSpec& spec, const AttrValue* attrs, int output) {
   return true;
 }
 
+DType output_type(const Call& call, int output) {
+  const TensorSpec& spec = call.spec->outputs[output];
+  const bool taken = has_own_type(spec.type) && call.inputs[spec.takes].present();
+  return taken ? call.inputs[spec.takes].dtype : dtype_of(call, spec.type);
+}
+
 Tensor output_of(const Call& call, int output) {
   const TensorSpec& spec = call.spec->outputs[output];
   Tensor tensor;
@@ -435,8 +463,7 @@ Tensor output_of(const Call& call, int output) {
       tensor.shape[0] = INT64_MAX;  // more elements than any tensor has
     return tensor;
   }
-  const bool takes_narrow = spec.type == TypeVar::kC && call.inputs[spec.takes].present();
-  tensor.dtype = takes_narrow ? call.inputs[spec.takes].dtype : dtype_of(call, spec.type);
+  tensor.dtype = output_type(call, output);
   const ShapeSpec& shape = *choose_shape(spec, given_in(call), -1);
   tensor.rank = shape.rank;
   const NumberSizes sizes = {call.inputs, call.dims};

@@ -28,7 +28,18 @@ int64_t element_size(DType dtype);  // bytes, of uint8 those that two int4 share
 // How many numbers an element of the type holds. They lie along the last axis, whose size in shapes is that of elements.
 inline int64_t numbers_each(DType dtype) { return dtype == DType::kUint8 ? 2 : 1; }
 const char* dtype_name(DType dtype);
-// The type of a tensor in a call whose T tensors are `t`; of type C, where it is not narrower.
+// The types of a tensor of type C or S, whichever it has, in a call whose T tensors are `t`; the first where nothing says it.
+// None for the other types, which follow from T.
+struct OwnTypes {
+  DType types[1 + kNumDTypes];
+  int count = 0;
+
+  const DType* begin() const { return types; }
+  const DType* end() const { return types + count; }
+};
+OwnTypes own_types(TypeVar type, DType t);
+bool has_own_type(TypeVar type);
+// The type of a tensor in a call whose T tensors are `t`; of one with a type of its own, where nothing says it.
 DType dtype_of(TypeVar type, DType t);
 bool is_narrow(DType dtype);  // a type that a C tensor may have besides T
 std::string narrow_type_names();
@@ -154,6 +165,7 @@ Status bind_inputs(const Op& op, Call& call);
 
 // Whether the attributes ask for the output; its type and shape, after bind_inputs.
 bool output_exists(const OpSpec& spec, const AttrValue* attrs, int output);
+DType output_type(const Call& call, int output);
 Tensor output_of(const Call& call, int output);
 // Checks call.outputs against output_of.
 Status check_outputs(const Call& call);

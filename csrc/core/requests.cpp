@@ -127,11 +127,13 @@ void name_pool_rows(const int32_t* state_index, int64_t requests, int64_t rows, 
     if (state_index[q] >= 0 && state_index[q] < rows) named[state_index[q]] = 1;
 }
 
-void keep_other_rows(Threads& threads, const float* from, float* to, int64_t rows, int64_t row_floats, const uint8_t* named) {
-  if (to == nullptr || from == to) return;
-  parallel_for(threads, rows, [&](int64_t row) {
+void keep_other_rows(Threads& threads, const Tensor& from, const Tensor& to, const uint8_t* named) {
+  if (to.data == nullptr || from.data == to.data || from.elements() == 0) return;
+  const int64_t bytes = from.elements() / from.shape[0] * element_size(from.dtype);
+  parallel_for(threads, from.shape[0], [&](int64_t row) {
     if (!named[row])
-      std::memcpy(to + row * row_floats, from + row * row_floats, sizeof(float) * static_cast<size_t>(row_floats));
+      std::memcpy(static_cast<char*>(to.data) + row * bytes, static_cast<const char*>(from.data) + row * bytes,
+                  static_cast<size_t>(bytes));
   });
 }
 

@@ -33,7 +33,7 @@ void zero(const Tensor& tensor);
 
 // named[row] of a pool with so many rows: 1 where a request names the row, else 0.
 void name_pool_rows(const int32_t* state_index, int64_t requests, int64_t rows, uint8_t* named);
-// Copies the rows of a pool [rows, row_floats] that no request names, unless it is the same buffer or `to` is null.
-void keep_other_rows(Threads& threads, const float* from, float* to, int64_t rows, int64_t row_floats, const uint8_t* named);
+// Copies the rows of a pool that no request names, unless it is the same buffer or `to` is absent.
+void keep_other_rows(Threads& threads, const Tensor& from, const Tensor& to, const uint8_t* named);
 
 }  // namespace leanfleet

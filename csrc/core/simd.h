@@ -286,9 +286,10 @@ inline Vec load_part(const T* p, int64_t n) {
   return load(part);
 }
 
-inline void store_part(float* p, Vec v, int64_t n) {
+template <class T>
+inline void store_part(T* p, Vec v, int64_t n) {
   if (n >= kLanes) return store(p, v);
-  for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+  for (int64_t i = 0; i < n; ++i) p[i] = from_float<T>(v[i]);
 }
 
 // v becomes its transpose, as a kLanes x kLanes matrix of rows.

@@ -7,7 +7,7 @@
 
 namespace leanfleet {
 
-enum class TypeVar : int8_t { kT, kF, kI, kL, kC };
+enum class TypeVar : int8_t { kT, kF, kI, kL, kC, kS };
 
 enum class RefKind : int8_t { kNone, kInput, kAttr, kSymbol };
 

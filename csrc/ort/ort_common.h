@@ -11,19 +11,19 @@
 
 namespace leanfleet::ort {
 
-// One operator, for one type T, one type of each C tensor and one execution provider. ONNX Runtime holds the address while any session
-// lives.
+// One operator, for one type T, one type of each tensor that has its own and one execution provider. ONNX Runtime holds the
+// address while any session lives.
 struct CustomOp : OrtCustomOp {
   const OrtApi* ort;
   const Op* op;
   DType dtype;
-  DType narrow[kMaxInputs];  // of inputs of type C: their type
+  DType own[kMaxInputs];  // of inputs with a type of their own
   bool cuda;
 };
 
 inline DType input_type(const CustomOp& op, int i) {
   const TypeVar type = op.op->spec->inputs[i].type;
-  return type == TypeVar::kC ? op.narrow[i] : dtype_of(type, op.dtype);
+  return has_own_type(type) ? op.own[i] : dtype_of(type, op.dtype);
 }
 
 // Takes a status from ONNX Runtime.

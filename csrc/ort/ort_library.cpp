@@ -363,18 +363,18 @@ std::array<MayInplace, sizeof...(kIndices)> may_inplace_functions(std::index_seq
   return {may_inplace<kIndices>...};
 }
 
-// narrow: which of the types that it may have each C tensor has, a digit each, the first being T.
-CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, int narrow, bool cuda, bool infers_shapes) {
+// choice: which of the types that it may have each tensor with a type of its own has, a digit each.
+CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, int choice, bool cuda, bool infers_shapes) {
   static const auto may_inplace_of = may_inplace_functions(std::make_index_sequence<std::size(kOps)>());
   CustomOp op = {};
   op.ort = &ort;
   op.op = &kOps[index];
   op.dtype = dtype;
   for (int i = 0; i < op.op->spec->num_inputs; ++i) {
-    if (op.op->spec->inputs[i].type != TypeVar::kC) continue;
-    constexpr int kTypes = 1 + static_cast<int>(std::size(kNarrowTypes));
-    op.narrow[i] = narrow % kTypes == 0 ? dtype : kNarrowTypes[narrow % kTypes - 1];
-    narrow /= kTypes;
+    const OwnTypes own = own_types(op.op->spec->inputs[i].type, dtype);
+    if (own.count == 0) continue;
+    op.own[i] = own.types[choice % own.count];
+    choice /= own.count;
   }
   op.cuda = cuda;
   op.version = kApiVersion;
@@ -391,7 +391,7 @@ CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, int narrow
   op.GetOutputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_outputs); };
   op.GetOutputType = [](const OrtCustomOp* op, size_t i) {
     const TensorSpec& output = self(op).op->spec->outputs[i];
-    return onnx_type(output.type == TypeVar::kC ? input_type(self(op), output.takes) : dtype_of(output.type, self(op).dtype));
+    return onnx_type(has_own_type(output.type) ? input_type(self(op), output.takes) : dtype_of(output.type, self(op).dtype));
   };
   op.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     return self(op).op->spec->outputs[i].num_when > 0 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
@@ -426,14 +426,14 @@ struct Registration {
 
 Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration) {
   for (size_t i = 0; i < std::size(kOps); ++i) {
-    int choices = 1;  // of the types of its C tensors
-    for (int k = 0; k < kOps[i].spec->num_inputs; ++k)
-      if (kOps[i].spec->inputs[k].type == TypeVar::kC) choices *= 1 + static_cast<int>(std::size(kNarrowTypes));
     for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      for (int narrow = 0; narrow < choices; ++narrow) {
-        registration->ops.push_back(make_custom_op(ort, i, dtype, narrow, false, infers_shapes));
+      int choices = 1;  // of the types of tensors that have their own
+      for (int k = 0; k < kOps[i].spec->num_inputs; ++k)
+        choices *= std::max(1, own_types(kOps[i].spec->inputs[k].type, dtype).count);
+      for (int choice = 0; choice < choices; ++choice) {
+        registration->ops.push_back(make_custom_op(ort, i, dtype, choice, false, infers_shapes));
         if (kOps[i].impl->run_cuda != nullptr)
-          registration->ops.push_back(make_custom_op(ort, i, dtype, narrow, true, infers_shapes));
+          registration->ops.push_back(make_custom_op(ort, i, dtype, choice, true, infers_shapes));
       }
     }
   }

@@ -140,11 +140,12 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
       for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(axis_size(axis_at(*chosen, k, bnhd), sizes));
     }
     // One operator's function serves every type T, so T is what this node's inputs say.
-    shape.type = output.type == TypeVar::kT   ? t_type
-                 : output.type == TypeVar::kC ? inputs[output.takes].type
-                 : output.type == TypeVar::kF ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-                 : output.type == TypeVar::kL ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
-                                              : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    const bool taken = has_own_type(output.type) && inputs[output.takes].type != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    shape.type = output.type == TypeVar::kT                                  ? t_type
+                 : taken                                                     ? inputs[output.takes].type
+                 : dtype_of(output.type, DType::kFloat32) == DType::kFloat32 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+                 : output.type == TypeVar::kL                                ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
+                                                                             : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     if (shape.dims.empty()) continue;
     if (const int64_t each = output.like < 0 ? numbers_each(shape.type, true) : 1; each > 1) {
       Dim& last = shape.dims.back();

@@ -384,10 +384,7 @@ Status make_outputs(const Form& form, const Device& device, Call* call, Owned* m
       if (exists) call->outputs[i].data = call->inputs[output.takes].data;
       continue;
     }
-    const bool takes_narrow = output.type == TypeVar::kC && call->inputs[output.takes].present();
-    const DType dtype = exists         ? call->outputs[i].dtype
-                        : takes_narrow ? call->inputs[output.takes].dtype
-                                       : dtype_of(output.type, call->inputs[0].dtype);
+    const DType dtype = output_type(*call, i);
     Handle& handle = made[returned++].handle;
     const int64_t none[] = {0};
     const int64_t* shape = exists ? call->outputs[i].shape : none;

@@ -147,7 +147,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       DType types[kMaxInputs];
       LEANFLEET_RETURN_IF_ERROR(read_types(inputs, num_inputs, types));
       LEANFLEET_RETURN_IF_ERROR(check_outputs_count(num_outputs));
-      for (int32_t k = 0; k < num_outputs; ++k) outputs[k] = to_trt(dtype_of(spec_.outputs[outputs_[k]].type, types[0]));
+      for (int32_t k = 0; k < num_outputs; ++k) {
+        const TensorSpec& output = spec_.outputs[outputs_[k]];
+        outputs[k] = to_trt(has_own_type(output.type) ? types[output.takes] : dtype_of(output.type, types[0]));
+      }
       std::copy(std::begin(types), std::end(types), std::begin(input_types_));
       return {};
     });
@@ -183,9 +186,13 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
     const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
-    if (type != TypeVar::kT && type != TypeVar::kC) return found == dtype_of(type, found);
+    if (type != TypeVar::kT && !has_own_type(type)) return found == dtype_of(type, found);
     if (found == DType::kInt32 || found == DType::kInt64) return false;
-    return position == 0 || (from_trt(tensors[0].desc.type, &t) && t == found);  // every operator's first input is a T
+    if (position == 0) return true;  // every operator's first input is a T
+    if (!from_trt(tensors[0].desc.type, &t)) return false;
+    if (type != TypeVar::kS) return found == t;
+    if (input) return found == t || found == DType::kFloat32;
+    return found == type_taken(spec_.outputs[outputs_[position - num_inputs]], tensors, num_inputs);
   }
 
   int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
@@ -364,6 +371,14 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
                            std::to_string(getNbOutputs()));
   }
 
+  // The type of the input that an output takes; where it is absent, what the output has then.
+  DType type_taken(const TensorSpec& output, const DynamicPluginTensorDesc* tensors, int32_t num_inputs) const {
+    DType found = dtype_of(output.type, DType::kFloat32);
+    for (int32_t k = 0; k < num_inputs; ++k)
+      if (input_index(k) == output.takes) from_trt(tensors[k].desc.type, &found);
+    return found;
+  }
+
   // Types of the operator's inputs from those of the layer's; an absent input has the one that it would have.
   Status read_types(const DataType* inputs, int32_t num_inputs, DType* types) const {
     LEANFLEET_RETURN_IF_ERROR(check_count(num_inputs));
@@ -379,7 +394,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
                                 "give it float32, float16 or bfloat16, as the other inputs have");
       if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
         return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
-                            (tensor.type == TypeVar::kT || tensor.type == TypeVar::kC
+                            (tensor.type == TypeVar::kT || has_own_type(tensor.type)
                                  ? "float32, float16 or bfloat16"
                                  : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
     }
