@@ -318,8 +318,8 @@ def _narrow_states(model: Any, shapes: Shapes) -> Shapes:
         if layer in normalized or (layer in hybrids and not hasattr(hybrids[layer], "ssm_state_size")):
             kind = type(hybrids.get(layer) or normalized[layer]).__name__
             raise ValueError(
-                f"{name}: narrow_states is given, and the state of layer {layer} ({kind}) is float32 in our operator: only those "
-                "of Mamba-2 and of linear attention with decay may have 16 bits"
+                f"{name}: narrow_states is given, and the state of layer {layer} ({kind}) is always float32: only those of "
+                "Mamba-2 and of linear attention with decay may have 16 bits"
             )
     return shapes | {key: (dtype, shapes[key][1]) for key in states}
 
@@ -473,8 +473,8 @@ def export_decoder(
     (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. context_parallel: None, or a number of ranks, each of which
     computes the whole model over its share of the tokens in the caches (leanfleet.export.context_parallel); model.onnx is for
     all of them. narrow_states: states of Mamba-2 and of linear attention with decay are of the model's type, 16 bits, in place
-    of float32: half their memory and a step's traffic, and rounded once a step. leanfleet.json holds what leanfleet.ort_ops.generate needs
-    to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
+    of float32: half their memory and a step's traffic, and rounded once a step. leanfleet.json holds what
+    leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
     leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do and for layers that cannot be shared out,

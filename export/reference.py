@@ -50,8 +50,8 @@ def _check(condition, message):
 def _match(operator, dims, layout, name, tensor, kind, symbols):
     """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
 
-    kind: "T" query's type, "C" the same or one of FORMS, "S" the same or F, "F" float32 or float64, "I" and "L" any integer. A star after
-    `symbols`, which are those of bhnd, says that the tensor follows `layout`.
+    kind: "T" query's type, "C" the same or one of FORMS, "S" the same or F, "F" float32 or float64, "I" and "L" any integer. A
+    star after `symbols`, which are those of bhnd, says that the tensor follows `layout`.
     """
     if tensor is None:
         return

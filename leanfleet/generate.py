@@ -70,8 +70,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     export.add_argument(
         "--narrow-states",
         action="store_true",
-        help="states of Mamba-2 and of linear attention with decay in the model's type, with --dtype float16 or bfloat16: half the "
-        "memory, and rounded once a step (default: float32)",
+        help="with --dtype float16 or bfloat16: states of Mamba-2 and of linear attention with decay in that type, half their "
+        "memory and rounded once a step (default: float32)",
     )
     export.add_argument(
         "--calibrate",

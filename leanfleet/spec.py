@@ -123,7 +123,7 @@ class Tensor:
 
     def dtype(self, t: Any, others: Mapping[str, Any], input_types: Mapping[str, Any]) -> Any:
         """Its type in a call, in the caller's terms: t is T's, others has those of F, I and L, input_types those of the
-        inputs by name. An output of type C or S has that of the input that it takes; where that is absent, C is T and S is F."""
+        inputs by name. An output of type C or S has that of the input that it takes; without it C is T and S is F."""
         if self.type in OWN:
             return input_types.get(self.takes or self.name, t if self.type == "C" else others["F"])
         return t if self.type == "T" else others[self.type]

@@ -631,6 +631,7 @@ void combine_forward(const ForwardPlan& plan, int64_t index) {
   one_range.range_width = in.value_width;
   const int64_t state_row = item_at(one_range, (piece - plan.pieces) * in.v_heads + state_head).state_row;
   const bool given = state_row >= 0 && plan.args.initial_state != nullptr;
+  const bool given_norm = state_row >= 0 && plan.args.initial_norm != nullptr;
   const int64_t at = row * in.value_width, size = in.key_width * in.value_width;
   const auto combine = [&](const auto* initial) {
     combine_row(initial, plan.slots.state + first * size + at, in.v_heads * size, plan.slots.kept + first, in.v_heads, count,
@@ -640,7 +641,7 @@ void combine_forward(const ForwardPlan& plan, int64_t index) {
     combine(static_cast<const T*>(plan.args.narrow_initial_state) + state_row * size + at);
   else combine(given ? plan.args.initial_state + state_row * size + at : nullptr);
   if (!plan.args.normalize) return;
-  combine_row(given ? plan.args.initial_norm + state_row * in.key_width + row : nullptr,
+  combine_row(given_norm ? plan.args.initial_norm + state_row * in.key_width + row : nullptr,
               plan.slots.norm + first * in.key_width + row, in.v_heads * in.key_width, plan.slots.kept + first, in.v_heads,
               count, n);
 }

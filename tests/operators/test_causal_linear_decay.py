@@ -488,6 +488,44 @@ def test_pool_rows_not_named_stay(in_place, normalize, n, dv, packed):
     assert in_place or torch.equal(copy["initial_state"], inputs["initial_state"])
 
 
+def narrow(inputs):
+    """That call with states of 16 bits."""
+    return inputs | {"initial_state": inputs["initial_state"].to(inputs["query"].dtype)}
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("normalize", [0, 1])
+@pytest.mark.parametrize(
+    "n, dv, packed, pool", ((1, 64, False, False), (1, 7, False, True), (40, 33, True, True), (600, 64, False, True))
+)
+def test_narrow_states(n, dv, packed, pool, normalize, in_place, dtype):
+    """Read and rounded once, whatever the call: prompts in pieces among several threads, steps, pools."""
+    case = dict(dv=dv, group=2, kv=1, state=True, norm=bool(normalize), packed=packed, pool=pool, dtype=dtype)
+    inputs = narrow(make(n, **case, b=1, per_token=True))
+    attrs = dict(return_state=1, normalize=normalize)
+    for threads in (1, 16):
+        copy = {k: x.clone() for k, x in inputs.items()}
+        found = run_kernel(FORWARD, copy, attrs, in_place=in_place, threads=threads)
+        assert found["final_state"].dtype == DTYPES[dtype]
+        check(FORWARD, inputs, attrs, found)
+        assert in_place == (found["final_state"].data_ptr() == copy["initial_state"].data_ptr())
+        assert in_place or torch.equal(copy["initial_state"], inputs["initial_state"])
+        only_read = run_kernel(FORWARD, {k: x.clone() for k, x in inputs.items()}, attrs | {"return_state": 0}, threads=threads)
+        assert torch.equal(only_read["output"], found["output"])
+
+
+def test_types_of_states():
+    inputs = make(3, state=True, dtype="float16")
+    with pytest.raises(ValueError, match="initial_state has type bfloat16; expected float32, or float16, the type of query"):
+        run_kernel(FORWARD, inputs | {"initial_state": inputs["initial_state"].bfloat16()}, {"return_state": 1})
+    single = make(3, state=True)
+    with pytest.raises(ValueError, match="initial_state has type float16; expected float32$"):
+        run_kernel(FORWARD, single | {"initial_state": single["initial_state"].half()}, {"return_state": 1})
+    given = {k: x for k, x in inputs.items() if k != "initial_state"}
+    assert run_kernel(FORWARD, given, {"return_state": 1})["final_state"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("n", (1, 3, 70, 700))
 @pytest.mark.parametrize("group, dv", ((1, 7), (3, 100), (5, 64)))
 def test_in_place_equals_out_of_place(n, group, dv):
