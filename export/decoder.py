@@ -312,14 +312,17 @@ def _narrow_states(model: Any, shapes: Shapes) -> Shapes:
     states = [key for key in shapes if is_part(key, STATE)]
     if not states:
         raise ValueError(f"{name}: narrow_states is given, and no layer carries a state: leave it out")
-    hybrids, normalized = hybrid_layers(model), linear_layers_of(model)
+    always_wide = {
+        layer: "the gated delta rule" for layer, m in hybrid_layers(model).items() if not hasattr(m, "ssm_state_size")
+    }
+    if not hasattr(model, "cache_shapes"):
+        always_wide |= dict.fromkeys(linear_layers_of(model), "normalised attention")
     for key in states:
         layer = int(key.partition(".")[0])
-        if layer in normalized or (layer in hybrids and not hasattr(hybrids[layer], "ssm_state_size")):
-            kind = type(hybrids.get(layer) or normalized[layer]).__name__
+        if layer in always_wide:
             raise ValueError(
-                f"{name}: narrow_states is given, and the state of layer {layer} ({kind}) is always float32: only those of "
-                "Mamba-2 and of linear attention with decay may have 16 bits"
+                f"{name}: narrow_states is given, and the state of layer {layer}, of {always_wide[layer]}, is always float32: "
+                "only those of Mamba-2 and of linear attention with decay may have 16 bits"
             )
     return shapes | {key: (dtype, shapes[key][1]) for key in states}
 
@@ -474,8 +477,8 @@ def export_decoder(
     computes the whole model over its share of the tokens in the caches (leanfleet.export.context_parallel); model.onnx is for
     all of them. narrow_states: states of Mamba-2 and of linear attention with decay are of the model's type, 16 bits, in place
     of float32: half their memory and a step's traffic, and rounded once a step. leanfleet.json holds what
-    leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
-    leanfleet.export.export.
+    leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest
+    difference found. options go to leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do and for layers that cannot be shared out,
     and for tensor_parallel together with context_parallel, VerificationError for a file that is not right, OSError for a folder

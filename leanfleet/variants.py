@@ -47,11 +47,13 @@ IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
 
 
 def type_name(tensor: spec.Tensor, dtype: str, present: Iterable[str] = (), forms: Forms = None) -> str:
-    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs; a cache with scales is of int8, or
-    what `forms` says."""
+    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs. forms: types by name of inputs that
+    have types of their own; without it a cache with scales is of int8, one without is T, and a state float32."""
     name = tensor.takes or tensor.name
+    if tensor.type in spec.OWN and name in (forms or {}):
+        return forms[name]
     if tensor.type == "C" and name.replace("_cache", "_scale") in present:
-        return (forms or {}).get(name, "int8")
+        return "int8"
     return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
 
 

@@ -70,14 +70,20 @@ def strip(folder: str | Path, parameters: Parameters) -> int:
     """
     folder = Path(folder)
     path = folder / "model.onnx"
-    model = onnx.load(path)
+    model = onnx.load(path, load_external_data=False)
     starts = {}
     for name, p in parameters.items():
         for transposed in (False, True)[: min(p.dim(), 2)]:
-            start = _rows(p.mT if transposed else p)[0, :KEY]
-            starts.setdefault(start.tobytes(), []).append((name, transposed))
+            row = p.mT if transposed else p
+            while row.dim() > 1:
+                row = row[0]
+            starts.setdefault(_rows(row[:KEY]).tobytes(), []).append((name, transposed))
     plan, end = {}, 0
     for t in model.graph.initializer:
+        if t.data_location == onnx.TensorProto.EXTERNAL:  # one at a time: all of them may not fit beside the parameters
+            onnx.external_data_helper.load_external_data_for_tensor(t, str(folder))
+            t.data_location = onnx.TensorProto.DEFAULT
+            t.ClearField("external_data")
         if len(t.raw_data) < SMALL:
             continue
         array = onnx.numpy_helper.to_array(t)

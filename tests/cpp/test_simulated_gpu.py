@@ -161,8 +161,21 @@ def linear_decay(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu", "core/row_sums.cu"], instances)
 
 
-def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=None, norm=False, rows=3, beta=False, **attrs):
-    """size: N, R, Dv. Errors against the float64 reference, each output's as a part of its size."""
+def check_linear_decay(
+    folder,
+    op_name,
+    heads,
+    size,
+    dtype="float32",
+    offsets=None,
+    norm=False,
+    rows=3,
+    beta=False,
+    pool=False,
+    narrow=False,
+    **attrs,
+):
+    """size: N, R, Dv. narrow: states are of dtype. Errors against the float64 reference, each output's as a part of its size."""
     grad = op_name.endswith("Grad")
     present = [
         "log_decay",
@@ -171,12 +184,15 @@ def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=No
         *["initial_norm"] * norm,
         *["cu_seqlens"] * bool(offsets),
         *["beta"] * beta,
+        *["state_index"] * pool,
     ]
     attrs |= dict(grad_decay=1, grad_state=1) if grad else dict(return_state=1, normalize=int(norm))
     inputs = linear_cases.fill(
         op_name, present, (1 if offsets else 2, *heads, *size), attrs, rows, dtype=dtype, offsets=offsets
     )
     inputs["log_decay"] = inputs["log_decay"].nan_to_num(-0.5, neginf=-math.inf)
+    if narrow:
+        inputs["initial_state"] = inputs["initial_state"].to(inputs["query"].dtype)
     found = run_simulated(folder, op_name, {name: x.clone() for name, x in inputs.items()}, attrs)
     op = spec.all_specs()[op_name]
     exact = [inputs.get(t.name) for t in op.inputs]
@@ -224,6 +240,21 @@ def test_beta_of_linear_decay(linear_decay, dtype):
     check((70, 24, 8), algorithm="lightning", layout="bnhd")
     check((70, 24, 8), norm=True, algorithm="lightning")
     check((70, 16, 8), offsets=(0, 20, 20, 66), algorithm="lightning")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_narrow_states_of_linear_decay(linear_decay, dtype):
+    """Steps and few tokens read and write them; the others get float32 ones, of requests that a pool has and has not."""
+    check = partial(check_linear_decay, linear_decay, "CausalLinearDecay", (4, 2, 8), dtype=dtype, narrow=True)
+    check((1, 64, 32))
+    check((1, 24, 12), pool=True, layout="bnhd")
+    check((5, 24, 12), pool=True)
+    check((40, 16, 8), norm=True, pool=True, algorithm="causal_dot_product")
+    check((40, 16, 8), norm=True, algorithm="fleet")
+    check((70, 24, 8), pool=True, algorithm="lightning", layout="bnhd")
+    check((70, 16, 8), offsets=(0, 20, 20, 66), pool=True, algorithm="lightning")
+    check((6, 16, 8), offsets=(0, 2, 2, 5), pool=True)
 
 
 @pytest.mark.slow

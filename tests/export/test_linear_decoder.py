@@ -10,6 +10,7 @@ import torch
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.export.reference import causal_linear_decay as decay_reference
 from leanfleet.ort_ops.generation import generate, load_decoder
+from support import decoders
 from support.cpu_time import slow_if
 from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
 from support.splits import splits_by_tables
@@ -53,7 +54,7 @@ class Runner:
             c.name: np.full(
                 [{"batch": batch, "capacity": capacity}.get(n, n) for n in c.shape],
                 np.nan if "capacity" in c.shape else 0,
-                np.float32,
+                {"tensor(float)": np.float32, "tensor(float16)": np.float16}[c.type],
             )
             for c in decoder.caches
         }
@@ -142,6 +143,38 @@ def test_tokens_are_those_that_transformers_generates(exported):
         for p in asked
     ]
     assert generate(decoder, asked, 16, stop_tokens=[])[0] == expected
+
+
+@pytest.mark.parametrize("name", ("retnet", "mamba2", "falcon-h1"))
+def test_narrow_states(name, tmp_path):
+    """States of 16 bits, rounded once a step: prompts, pieces and steps lose what PyTorch loses in that type."""
+    model = made(name).half()
+    export_decoder(model, tmp_path, narrow_states=True)
+    decoder, ids = load_decoder(tmp_path, providers=["CPUExecutionProvider"]), torch.randint(3, VOCABULARY, (LONGEST,))
+    types = {c.name.partition(".")[2].rpartition(".")[2]: c.type for c in decoder.caches}
+    assert types.pop("recurrent_state") == "tensor(float16)" and types.pop("conv_state", "tensor(float)") == "tensor(float)"
+    with torch.no_grad():
+        half = model(ids.unsqueeze(0), use_cache=False).logits[0].double()
+        judge = model.double()(ids.unsqueeze(0), use_cache=False).logits[0]
+    loses = (half - judge).abs().max().item()
+    runner, at = Runner(decoder, 1), 0
+    for piece in (40, 17, *[1] * 20):
+        found = runner.step(ids[None, at : at + piece].numpy(), [piece])[0]
+        assert_close(found, judge[at + piece - 1].numpy(), loses)
+        at += piece
+
+
+def test_states_that_cannot_be_narrow(tmp_path):
+    for name, dtype, match in (
+        ("retnet", torch.float32, "narrow_states keeps states in the model's type, which is torch.float32, not one of 16 bits"),
+        ("qwen3.5", torch.float16, "the state of layer 0, of the gated delta rule, is always float32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            export_decoder(made(name).to(dtype), tmp_path / name, narrow_states=True)
+        assert not (tmp_path / name).exists()
+
+    with pytest.raises(ValueError, match="narrow_states is given, and no layer carries a state: leave it out"):
+        export_decoder(decoders.make("llama").half(), tmp_path / "llama", narrow_states=True)
 
 
 def test_states_are_updated_in_place(exported):

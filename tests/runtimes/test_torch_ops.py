@@ -213,6 +213,11 @@ def samples():
         "causal_linear_decay": (ops.causal_linear_decay.default, [q, k, v, decay, state], {"return_state": True}),
         "causal_linear_decay no state": (ops.causal_linear_decay.default, [q, k, v], {"layout": "bhnd"}),
         "causal_linear_decay beta": (ops.causal_linear_decay.default, [q, k, v, decay, *[None] * 4, torch.rand(2, 2, 9)], {}),
+        "causal_linear_decay narrow": (
+            ops.causal_linear_decay.default,
+            [*(t.half() for t in (q, k, v)), decay, state.half()],
+            {"return_state": True},
+        ),
         "causal_linear_decay_": (ops.causal_linear_decay_.default, plain, {}),
         "causal_linear_decay_grad": (
             ops.causal_linear_decay_grad.default,

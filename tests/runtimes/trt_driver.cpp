@@ -130,7 +130,7 @@ size_t element_size(int type) { return type == 1 || type == 2 ? 2 : type == 4 ? 
 struct Tensor {
   std::string name;
   int type = 0;
-  char variable = 'T';      // inputs: T, F, I or L of the schema
+  char variable = 'T';      // inputs: T, F, I, L, C or S of the schema
   std::string takes = "-";  // outputs: the input whose buffer it may take
   double tolerance = 0.0;
   Dims shape = {}, smallest = {}, largest = {};
@@ -354,7 +354,9 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
                           DataType::kINT64}) {
       descs[i].desc.type = type;
       const bool floating = type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
-      const bool expected = i == 0 ? floating : type == right;
+      const bool own =
+          i < num_inputs && c.inputs[i].variable == 'S' && (type == DataType::kFLOAT || type == descs[0].desc.type);
+      const bool expected = i == 0 ? floating : type == right || own;
       check(build.supportsFormatCombination(i, descs.data(), num_inputs, num_outputs) == expected, "types of formats");
     }
     descs[i].desc.type = right;

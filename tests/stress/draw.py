@@ -40,9 +40,9 @@ FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """ranks: of the present inputs. sizes: of symbols. exponents: {input: power of two that its numbers are multiplied by}.
-    forms: types of quantised caches, where they are not int8. strided: inputs are not contiguous (PyTorch). checked:
-    LEANFLEET_CHECK=1. holes: block tables name no page at some places within requests. wrong: calls with one thing wrong, drawn
-    with this number, in place of a valid one."""
+    forms: types of quantised caches, where they are not int8, and of states, where they are not float32. strided: inputs are
+    not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. holes: block tables name no page at some places within requests.
+    wrong: calls with one thing wrong, drawn with this number, in place of a valid one."""
 
     op: str
     runtime: str
@@ -129,6 +129,8 @@ def _drawn(source, op, runtime):
     dtype = source.choice(spec.TYPES["T"])
     shapes = shapes_of(op, ranks, attrs, sizes)
     forms = {t.name: source.choice(spec.TYPES["C"]) for t in op.inputs if is_quantised(t, ranks)}
+    states = [t.name for t in op.inputs if t.type == "S" and t.name in ranks and dtype != "float32"]
+    forms |= {name: dtype for name in states if source.random() < 0.5}
     if plain and source.random() < 0.15:
         exponents[source.choice(plain)] = source.choice((-6, 5) if dtype == "float16" else (-40, -12, 12, 20))
     case = Case(
@@ -394,6 +396,7 @@ def refitted(case):
     fit_attributes(attrs, sizes)
     in_place = case.in_place and bool(op.mutating and attrs.get(op.mutating))
     exponents = {n: e for n, e in case.exponents.items() if n in ranks}
-    forms = {name: word for name, word in case.forms.items() if name in ranks and is_quantised(op.input(name), ranks)}
+    given = [(op.input(name), word) for name, word in case.forms.items() if name in ranks]
+    forms = {t.name: word for t, word in given if is_quantised(t, ranks) or (t.type == "S" and word == case.dtype != "float32")}
     forms = fitting(forms, shapes_of(op, ranks, attrs, sizes))
     return dataclasses.replace(case, ranks=ranks, attrs=attrs, sizes=sizes, in_place=in_place, exponents=exponents, forms=forms)

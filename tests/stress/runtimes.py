@@ -272,7 +272,7 @@ def _refused_by_a_runtime(case, op, inputs, attrs):
 def _wrong_session(case, op, inputs, attrs):
     """Of a model whose inputs have these tensors' types, whatever the schema says; their sizes are open."""
     model = ort_models.node_model(op, {name: [None] * t.dim() for name, t in inputs.items()}, attrs, case.dtype)
-    source = {t.name: t.takes if t.type == "C" else t.name for t in op.outputs}
+    source = {t.name: t.takes if t.type in spec.OWN else t.name for t in op.outputs}
     for value in [*model.graph.input, *model.graph.output]:
         if (name := source.get(value.name, value.name)) in inputs:
             value.type.tensor_type.elem_type = ort_models.ONNX_TYPES[DTYPE_NAMES[inputs[name].dtype]]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from leanfleet import spec
 from leanfleet.variants import IR_VERSION, ONNX_TYPES, make_model, make_node, node_model, onnx_type, type_name  # noqa: F401
 from support.kernels import DTYPE_NAMES, output_shapes, poisoned
 from support.paths import ROOT
@@ -20,9 +19,8 @@ TOY_SCHEMA = ROOT / "tests" / "cpp" / "toy_op" / "ops.toml"
 
 
 def forms_of(inputs):
-    """Types of the quantised caches among a call's tensors, as node_model and one_node_model take them."""
-    names = {n: DTYPE_NAMES.get(t.dtype) for n, t in inputs.items() if t is not None}
-    return {n: word for n, word in names.items() if word in spec.TYPES["C"]}
+    """Types of a call's tensors, as node_model and one_node_model take them of those that have types of their own."""
+    return {n: DTYPE_NAMES[t.dtype] for n, t in inputs.items() if t is not None and t.dtype in DTYPE_NAMES}
 
 
 def bind(binding, kind, name, tensor):

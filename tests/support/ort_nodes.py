@@ -69,6 +69,8 @@ VARIANTS = {
         (["log_decay", "initial_state"], {"return_state": 1}, {"Hq": 6, "Hv": 2}),
         (["per_token log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {"Hq": 4, "Hk": 2, "Hv": 8, "N": 1}),
         (["per_token log_decay", "initial_state", "beta"], {"return_state": 1, "layout": "bnhd"}, {"Hk": 1, "Hv": 4}),
+        (["per_token log_decay", "narrow initial_state"], {"return_state": 1, "layout": "bnhd"}, {"N": 1}),
+        (["log_decay", "narrow initial_state", "state_index"], {"return_state": 1}, {}),
     ],
     "CausalLinearDecayGrad": [
         ([], {}, {}),
@@ -226,7 +228,7 @@ def variant(name, index, dtype):
     rank_of = {"per_token": 3, "per_key": 4, "one": 1, "channels": 3}
     said = {words[1]: words[0] for e in extra if len(words := e.split()) == 2}
     ranks = {name: rank_of[word] for name, word in said.items() if word in rank_of}  # of others the first
-    forms = {name: word for name, word in said.items() if word in spec.TYPES["C"]}
+    forms = {name: dtype if word == "narrow" else word for name, word in said.items() if word in ("narrow", *spec.TYPES["C"])}
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
     given = op.given(present, attrs)

@@ -60,7 +60,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
     for t in op.active_outputs(attrs):
         largest = np.abs(np.asarray(expected[t.name], np.float64))
         largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerances[t.name] = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFC" else 0.0
+        tolerances[t.name] = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFCS" else 0.0
     write_call(file, op, attrs, inputs, expected, tolerances, extremes, with_data)
 
 
