@@ -50,7 +50,7 @@ def type_name(tensor: spec.Tensor, dtype: str, present: Iterable[str] = (), form
     """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs. forms: types by name of inputs that
     have types of their own; without it a cache with scales is of int8, one without is T, and a state float32."""
     name = tensor.takes or tensor.name
-    if tensor.type in spec.OWN and name in (forms or {}):
+    if forms and tensor.type in spec.OWN and name in forms:
         return forms[name]
     if tensor.type == "C" and name.replace("_cache", "_scale") in present:
         return "int8"
