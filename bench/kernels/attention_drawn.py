@@ -214,14 +214,14 @@ def compile_flashinfer():
 
 def line(shape, rounds, seed):
     """A shape's row of the report."""
-    case, left_out, graphs = Case(shape, seed), {}, {}
+    case, left_out, graphs, calls = Case(shape, seed), {}, {}, {}  # calls: what graphs read and write lives with them
     for name, make in {"ours": case.ours, **case.peers()}.items():
         try:
-            call = make()
-            wrong = case.check(call())
+            calls[name] = make()
+            wrong = case.check(calls[name]())
             torch.cuda.synchronize()
             if not wrong:
-                graphs[name] = captured(call)
+                graphs[name] = captured(calls[name])
         except Exception as error:  # a contender that lacks a shape is left out, and the line says so
             wrong = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         if wrong:
