@@ -2,7 +2,7 @@
 // and is written once, perhaps where it was. A CTA has a request and 32 columns of a state. All loads
 // of the state are on their way before anything is computed.
 //
-// One token has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
+// One token a request has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
 // CTAs must be on an SM.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,9 +25,9 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = 32;     // of a CTA
 constexpr int kColumnLanes = 8;  // of four columns each
 constexpr int kThreadRows = 8;   // of a thread
-constexpr int kStepBlocks = 8;   // of few threads on an SM, one token
 constexpr int kMaxThreads = 512, kFewThreads = 128;
-constexpr int kMaxTile = 16;  // tokens
+constexpr int kStepThreads = 256, kStepBlocks = 4, kPackedStepBlocks = 3;  // on an SM, one token
+constexpr int kMaxTile = 16;                                               // tokens
 constexpr size_t kSharedBudget = 40 * 1024;
 
 struct DecodePlan {
@@ -82,41 +82,8 @@ __device__ __forceinline__ RowPart<T> load_part(const T* row, int first, int R, 
   return x;
 }
 
-// Four neighbouring numbers of a state. Those of float32 states begin at 16 bytes; whole: those of narrow ones at 8.
-__device__ __forceinline__ float4 load_state(const float* from, bool) { return *reinterpret_cast<const float4*>(from); }
-__device__ __forceinline__ void store_state(float* to, float4 x, bool) { *reinterpret_cast<float4*>(to) = x; }
-
-template <class S>
-union StatePart {
-  uint2 bits;
-  S element[4];
-};
-template <class S>
-__device__ __forceinline__ float4 load_state(const S* from, bool whole) {
-  StatePart<S> x;
-  if (whole) {
-    x.bits = *reinterpret_cast<const uint2*>(from);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x.element[i] = from[i];
-  }
-  return make_float4(static_cast<float>(x.element[0]), static_cast<float>(x.element[1]), static_cast<float>(x.element[2]),
-                     static_cast<float>(x.element[3]));
-}
-template <class S>
-__device__ __forceinline__ void store_state(S* to, float4 x, bool whole) {
-  StatePart<S> y;
-  y.element[0] = static_cast<S>(x.x), y.element[1] = static_cast<S>(x.y);
-  y.element[2] = static_cast<S>(x.z), y.element[3] = static_cast<S>(x.w);
-  if (whole) {
-    *reinterpret_cast<uint2*>(to) = y.bits;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = y.element[i];
-  }
-}
-
-// The states of a call, of type S.
+// The states of a call, of type S. whole: four neighbouring numbers, from a multiple of four on, are one access; those of float32
+// always are.
 template <class S>
 struct States {
   const S* initial;
@@ -134,9 +101,62 @@ States<S> states_of(const Args& args) {
   }
 }
 
-// One token a request. A thread has kThreadRows neighbouring rows of four columns.
-template <class T, class S, int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlocks : 1)
+template <class S>
+union StatePart {
+  std::conditional_t<sizeof(S) == 4, uint4, uint2> bits;
+  S element[4];
+};
+
+// The four numbers of each of a thread's rows, which are `step` numbers apart; 0 for rows from `rows` on. No load waits for
+// another.
+template <class S>
+__device__ __forceinline__ void load_state(const States<S>& states, int64_t at, int64_t step, int rows,
+                                           float4 (&state)[kThreadRows]) {
+  StatePart<S> parts[kThreadRows];
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) parts[i].bits = {};
+  if (states.whole) {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+      if (i < rows) parts[i].bits = *reinterpret_cast<const decltype(parts[i].bits)*>(states.initial + at + i * step);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (i < rows) parts[i].element[c] = states.initial[at + i * step + c];
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+    state[i] = make_float4(static_cast<float>(parts[i].element[0]), static_cast<float>(parts[i].element[1]),
+                           static_cast<float>(parts[i].element[2]), static_cast<float>(parts[i].element[3]));
+}
+
+template <class S>
+__device__ __forceinline__ void store_state(const States<S>& states, int64_t at, int64_t step, int rows,
+                                            const float4 (&state)[kThreadRows]) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    if (i >= rows) continue;
+    StatePart<S> part;
+    part.element[0] = static_cast<S>(state[i].x), part.element[1] = static_cast<S>(state[i].y);
+    part.element[2] = static_cast<S>(state[i].z), part.element[3] = static_cast<S>(state[i].w);
+    S* const to = states.final + at + i * step;
+    if (states.whole) {
+      *reinterpret_cast<decltype(part.bits)*>(to) = part.bits;
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) to[c] = part.element[c];
+    }
+  }
+}
+
+// A token a request, or of packed ones on average; those of one request one after the other. A thread has kThreadRows neighbouring
+// rows of four columns.
+template <class T, class S, int kThreads, bool kPacked>
+__global__ void __launch_bounds__(kThreads, kThreads > kStepThreads ? 1
+                                            : kPacked               ? kPackedStepBlocks
+                                                                    : kStepBlocks)
     StepKernel(const __grid_constant__ Args args, const __grid_constant__ States<S> states, int column_blocks, bool vectors) {
   __shared__ __align__(16) float partial[2][kThreads / 32][kColumns];
   const Inputs& in = args.in;
@@ -149,68 +169,75 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
   const int column = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(column_blocks)) * kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int mine = threadIdx.x % kColumnLanes * 4, first = threadIdx.x / kColumnLanes * kThreadRows;
-  const bool inside = column + mine < V;
+  const bool inside = column + mine < V, there = row >= 0 && row < args.state_rows;
+  const int rows = there && inside ? R - first : 0;  // of the state, kThreadRows of them at most
+  const int64_t at = ((row * in.v_heads + head) * R + first) * V + column + mine;
+  float4 state[kThreadRows];
+  load_state(states, at, V, states.initial != nullptr ? rows : 0, state);
 
+  const int64_t batch = kPacked ? 0 : request;
+  int64_t begin = 0, end = 1;
+  if constexpr (kPacked) {
+    const auto tokens = request_tokens(in, request);
+    begin = tokens.begin, end = tokens.end;
+  }
+  if (begin == end && states.final != nullptr) store_state(states, at, V, rows, state);
   // A step notices a division.
   const int query_head = in.query_share == 1 ? head * group : in.query_head(head * group);
   const int key_head = in.key_share == 1 ? head : in.key_head(head);
-  const T* const query =
-      static_cast<const T*>(in.query) + request * in.query_strides.batch + query_head * in.query_strides.head;
-  const RowPart<T> k = load_part(
-      static_cast<const T*>(in.key) + request * in.key_strides.batch + key_head * in.key_strides.head, first, R, vectors);
-  RowPart<T> q = load_part(query, first, R, vectors);
-  float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (inside) {
-    const float beta = beta_of(in, request, head, 0);
-    const T* const value = static_cast<const T*>(in.value) + request * in.value_strides.batch + head * in.value_strides.head;
+  const T* const queries =
+      static_cast<const T*>(in.query) + batch * in.query_strides.batch + query_head * in.query_strides.head;
+  const T* const keys = static_cast<const T*>(in.key) + batch * in.key_strides.batch + key_head * in.key_strides.head;
+  const T* const values =
+      static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column + mine;
+  T* const outputs =
+      static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
+  for (int64_t token = begin, turn = 0; token < end; ++token) {
+    const T* const query = queries + token * in.query_strides.token;
+    const RowPart<T> k = load_part(keys + token * in.key_strides.token, first, R, vectors);
+    RowPart<T> q = load_part(query, first, R, vectors);
+    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (inside) {
+      const float beta = beta_of(in, batch, head, token);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) v[c] = beta * static_cast<float>(__ldg(value + column + mine + c));
-  }
-  float decay = 1.0f;
-  if (in.log_decay != nullptr)
-    decay = expf(__ldg(in.log_decay + (in.decay_per_token ? request * in.decay_strides.batch + head * in.decay_strides.head
-                                                          : static_cast<int64_t>(head))));
-
-  const bool there = row >= 0 && row < args.state_rows;
-  const int64_t at = ((row * in.v_heads + head) * R + first) * V + column + mine;
-  float4 state[kThreadRows];
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
-    const bool load = states.initial != nullptr && there && inside && first + i < R;
-    state[i] = load ? load_state(states.initial + at + static_cast<int64_t>(i) * V, states.whole)
-                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  const bool keep = states.final != nullptr && there && inside;
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
-    float4& s = state[i];
-    const float by = static_cast<float>(k.element[i]);
-    s.x = times_decay(s.x, decay) + by * v[0], s.y = times_decay(s.y, decay) + by * v[1];
-    s.z = times_decay(s.z, decay) + by * v[2], s.w = times_decay(s.w, decay) + by * v[3];
-    if (keep && first + i < R) store_state(states.final + at + static_cast<int64_t>(i) * V, s, states.whole);
-  }
-
-  T* const output = static_cast<T*>(args.output) + request * in.output_strides.batch + head * group * in.output_strides.head;
-  for (int g = 0; g < group; ++g) {
-    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int c = 0; c < 4; ++c) v[c] = beta * static_cast<float>(__ldg(values + token * in.value_strides.token + c));
+    }
+    float decay = 1.0f;
+    if (in.log_decay != nullptr)
+      decay = expf(__ldg(in.log_decay + (in.decay_per_token ? batch * in.decay_strides.batch + head * in.decay_strides.head +
+                                                                  token * in.decay_strides.token
+                                                            : static_cast<int64_t>(head))));
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      const float by = static_cast<float>(q.element[i]);
-      out.x += by * state[i].x, out.y += by * state[i].y, out.z += by * state[i].z, out.w += by * state[i].w;
+      float4& s = state[i];
+      const float by = static_cast<float>(k.element[i]);
+      s.x = times_decay(s.x, decay) + by * v[0], s.y = times_decay(s.y, decay) + by * v[1];
+      s.z = times_decay(s.z, decay) + by * v[2], s.w = times_decay(s.w, decay) + by * v[3];
     }
-    if (g + 1 < group) q = load_part(query + (g + 1) * in.query_strides.head, first, R, vectors);
+    if (token + 1 == end && states.final != nullptr) store_state(states, at, V, rows, state);
+
+    T* const output = outputs + token * in.output_strides.token;
+    for (int g = 0; g < group; ++g, ++turn) {
+      float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int offset = kColumnLanes; offset < 32; offset *= 2) {
-      out.x += __shfl_xor_sync(kAll, out.x, offset), out.y += __shfl_xor_sync(kAll, out.y, offset);
-      out.z += __shfl_xor_sync(kAll, out.z, offset), out.w += __shfl_xor_sync(kAll, out.w, offset);
-    }
-    if (lane < kColumnLanes) *reinterpret_cast<float4*>(&partial[g & 1][warp][mine]) = out;
-    // One barrier a head: the next head's sums go to the other half.
-    __syncthreads();
-    if (threadIdx.x < kColumns && column + lane < V) {
-      float x = 0.0f;
-      for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) x += partial[g & 1][w][lane];
-      output[g * in.output_strides.head + column + lane] = static_cast<T>(in.scale * x);
+      for (int i = 0; i < kThreadRows; ++i) {
+        const float by = static_cast<float>(q.element[i]);
+        out.x += by * state[i].x, out.y += by * state[i].y, out.z += by * state[i].z, out.w += by * state[i].w;
+      }
+      if (g + 1 < group) q = load_part(query + (g + 1) * in.query_strides.head, first, R, vectors);
+#pragma unroll
+      for (int offset = kColumnLanes; offset < 32; offset *= 2) {
+        out.x += __shfl_xor_sync(kAll, out.x, offset), out.y += __shfl_xor_sync(kAll, out.y, offset);
+        out.z += __shfl_xor_sync(kAll, out.z, offset), out.w += __shfl_xor_sync(kAll, out.w, offset);
+      }
+      if (lane < kColumnLanes) *reinterpret_cast<float4*>(&partial[turn & 1][warp][mine]) = out;
+      // One barrier a head: the next head's sums go to the other half.
+      __syncthreads();
+      if (threadIdx.x < kColumns && column + lane < V) {
+        float x = 0.0f;
+        for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) x += partial[turn & 1][w][lane];
+        output[g * in.output_strides.head + lane] = static_cast<T>(in.scale * x);
+      }
     }
   }
 }
@@ -233,13 +260,10 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   const bool there = row >= 0 && row < args.state_rows, inside = column + mine < V;
   const int64_t at = ((row * in.v_heads + head) * R + row_group) * V + column + mine;
 
+  const int64_t step = static_cast<int64_t>(plan.row_groups) * V;
+  const int rows = there && inside && row_group < R ? (R - row_group + plan.row_groups - 1) / plan.row_groups : 0;
   float4 state[kThreadRows];
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
-    const bool load = states.initial != nullptr && there && inside && row_group + i * plan.row_groups < R;
-    state[i] = load ? load_state(states.initial + at + static_cast<int64_t>(i) * plan.row_groups * V, states.whole)
-                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  load_state(states, at, step, states.initial != nullptr ? rows : 0, state);
 
   const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
   const auto [begin, end] = request_tokens(in, request);
@@ -330,11 +354,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     // The next tile's first barrier comes before its partial outputs, and keys, queries and values have been read.
   }
 
-  if (states.final == nullptr || !there || !inside) return;
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i)
-    if (row_group + i * plan.row_groups < R)
-      store_state(states.final + at + static_cast<int64_t>(i) * plan.row_groups * V, state[i], states.whole);
+  if (states.final != nullptr) store_state(states, at, step, rows, state);
 }
 
 template <class T, class S>
@@ -343,10 +363,13 @@ cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream
   const auto ctas = static_cast<unsigned>(in.requests * in.v_heads * plan.column_blocks);
   const auto threads = static_cast<unsigned>(plan.row_groups * kColumnLanes);
   const States<S> states = states_of<S>(args);
-  if (in.tokens == 1 && in.cu_seqlens == nullptr) {
+  const bool packed = in.cu_seqlens != nullptr;
+  if (in.tokens <= (packed ? in.requests : 1)) {
     bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
     for (const void* data : {in.query, in.key}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    const auto kernel = threads <= kFewThreads ? StepKernel<T, S, kFewThreads> : StepKernel<T, S, kMaxThreads>;
+    const auto few = packed ? StepKernel<T, S, kStepThreads, true> : StepKernel<T, S, kStepThreads, false>;
+    const auto many = packed ? StepKernel<T, S, kMaxThreads, true> : StepKernel<T, S, kMaxThreads, false>;
+    const auto kernel = threads <= kStepThreads ? few : many;
     kernel<<<ctas, threads, 0, stream>>>(args, states, plan.column_blocks, vectors);
     return cudaGetLastError();
   }
