@@ -10,6 +10,8 @@
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
 //   of outputs  columns 64 c + 8 g + 2 w and the next, of rows 2 t and 2 t + 1, in output[4 c + w]
 //
+// Rows of fewer columns than kWidth (kPartial) have zeros for the others, which are neither read nor written.
+//
 // Quantised caches (kNarrow) are read the same way, 32 tokens at once, and become halves in registers, the query too: its rows
 // are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15, or R / 4 from
 // R / 4 t on where rows are shorter than 64; of values R / 8 bytes from R / 8 g on; of outputs columns W g + 2 m and the next in
@@ -43,6 +45,7 @@ struct DirectWork {
 
 struct DirectGrid {
   int32_t units;
+  bool whole;                             // a CTA has the unit of its number, all of it
   uint32_t parts_inverse, heads_inverse;  // x / n without a division: x * (2^20 / n + 1) >> 20, for x < 2^10
   int32_t cluster;  // CTAs of a cluster, a unit's parts if units turn out to be equal; 1: CTAs are launched on their own
 };
@@ -120,10 +123,10 @@ __device__ __forceinline__ void wait_for_append() {
 
 // kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
 // caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
-template <class T, int kWidth, bool kRope, int kKeys, int kValues>
+template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
-  static_assert(kNarrow == (kValues != kOfT));
+  static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial));
   using Tile = DirectTile<kWidth, kNarrow>;
   using KeyRow = DirectRow<kWidth, kKeys, false>;
   using ValueRow = DirectRow<kWidth, kValues, true>;
@@ -150,6 +153,28 @@ struct DirectCta {
   __device__ __forceinline__ int group() const { return lane / 4; }
   __device__ __forceinline__ int member() const { return lane % 4; }
   __device__ __forceinline__ int first_tile(const DirectWork& work) const { return work.begin + warp * kTokens; }
+  // Whether rows have this lane's columns of a piece, and this column.
+  __device__ __forceinline__ bool has_keys(int piece) const { return !kPartial || 32 * piece + 8 * member() < args.key_width; }
+  __device__ __forceinline__ bool has_values(int piece) const {
+    return !kPartial || 64 * piece + 8 * group() < args.value_width;
+  }
+  __device__ __forceinline__ bool has_column(bool value, int column) const {
+    return !kPartial || column < (value ? args.value_width : args.key_width);
+  }
+
+  // Before anything is read: what rows do not have stays 0.
+  __device__ __forceinline__ void clear_rows() {
+    if constexpr (!kPartial) return;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int c = 0; c < KeyRow::kChunks; ++c) keys[slice][0][c] = keys[slice][1][c] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < ValueRow::kChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
+    }
+  }
 
   __device__ __forceinline__ DirectWork work_of(const Unit& unit, const Segment& segment) const {
     DirectWork work;
@@ -201,6 +226,19 @@ struct DirectCta {
     const int whole = small_quotient(count, parts), rest = count - whole * parts;
     const Span mine = {first + part * whole + min32(part, rest), first + (part + 1) * whole + min32(part + 1, rest)};
     work = work_of(unit, {mine, true, part, parts, slot_of(index * args.plan.equal_parts, part)});
+    return true;
+  }
+
+  // The unit of this CTA's number.
+  __device__ __forceinline__ bool whole_work(const DirectGrid& grid, DirectWork& work) const {
+    Unit unit;
+    unit.index = quotient(blockIdx.x, args.kv_heads);
+    unit.head = blockIdx.x - unit.index * args.kv_heads;
+    unit.row_tile = 0;
+    unit.position = 0;
+    unit.request = request_of(args, unit.index);
+    unit.tiles = unit_tiles(args, unit.request, 0);
+    work = work_of(unit, whole_segment(unit, 0));
     return true;
   }
 
@@ -262,7 +300,8 @@ struct DirectCta {
 #pragma unroll
     for (int i = 0; i < 2 * kSlices; ++i)
 #pragma unroll
-      for (int c = 0; c < KeyRow::kChunks; ++c) keys[i / 2][i % 2][c] = read_once<KeyRow::kBytes>(rows_from[i] + 64 * c);
+      for (int c = 0; c < KeyRow::kChunks; ++c)
+        if (has_keys(c)) keys[i / 2][i % 2][c] = read_once<KeyRow::kBytes>(rows_from[i] + 64 * c);
   }
 
   __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
@@ -281,7 +320,8 @@ struct DirectCta {
 #pragma unroll
     for (int i = 0; i < 4 * kSlices; ++i)
 #pragma unroll
-      for (int c = 0; c < ValueRow::kChunks; ++c) values[i / 4][i % 4][c] = read_once<ValueRow::kBytes>(rows_from[i] + 128 * c);
+      for (int c = 0; c < ValueRow::kChunks; ++c)
+        if (has_values(c)) values[i / 4][i % 4][c] = read_once<ValueRow::kBytes>(rows_from[i] + 128 * c);
   }
 
   // By the last kStagingWarps, which have no tile of a short segment: the query's rows to shared memory, with zeros for
@@ -294,7 +334,7 @@ struct DirectCta {
     const int thread = (warp - (kDirectWarps - kStagingWarps)) * 32 + lane;
     const int row = thread / kRowChunks, column = thread % kRowChunks * 8;
     uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < args.group * work.unit.request.tokens) {
+    if (row < args.group * work.unit.request.tokens && has_column(false, column)) {
       const RowPlace place = row_place(args, work.unit, row);
       const T* const from = query_row<T>(args, work.unit, place);
       if (kRope && (!kNarrow || args.rotary_half > 0))
@@ -342,7 +382,8 @@ struct DirectCta {
       const bool value = i >= tokens * kRowChunks;
       const int of_kind = value ? i - tokens * kRowChunks : i;
       const int token = from + of_kind / kRowChunks, column = of_kind % kRowChunks * 8;
-      AppendedChunk x = append_chunk<T, kRope>(args, work.unit, token, value, column);
+      AppendedChunk x = {make_uint4(0, 0, 0, 0), true};
+      if (has_column(value, column)) x = append_chunk<T, kRope>(args, work.unit, token, value, column);
       if (!x.exists) x.data = make_uint4(0, 0, 0, 0);  // a token without a page is not seen
       *reinterpret_cast<uint4*>(&shared.staged[which][value ? 2 : 1][token - new_begin][column]) = x.data;
       if (column == 0 && !value) shared.absent[which][token - new_begin] = !x.exists;
@@ -677,12 +718,12 @@ struct DirectCta {
   __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
     const int own_rows = args.group * work.unit.request.rows;  // of packed tokens maybe fewer than there is room for
 #if __CUDA_ARCH__ >= 900
-    const ClusterShare share = cluster_share(kWidth, {0, own_rows}, work.segment);
+    const ClusterShare share = cluster_share(kPartial ? args.value_width : kWidth, {0, own_rows}, work.segment);
     if (in_cluster) cluster_wait();
 #endif
     const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
     static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
-    if (row < own_rows) {
+    if (row < own_rows && has_column(true, d)) {
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
 #pragma unroll
@@ -718,9 +759,9 @@ struct DirectCta {
   }
 };
 
-template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT>
+template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT, bool kPartial = false>
 __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_constant__ DirectLaunch launch) {
-  using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues>;
+  using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues, kPartial>;
   using Tile = typename Cta::Tile;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
@@ -733,6 +774,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cta cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane, args.group * args.tokens};
+  cta.clear_rows();
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -755,7 +797,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's CTAs.
   bool begun = false, listed = true, in_cluster = false;
   DirectWork equal;
-  if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal)) {
+  if (grid.whole ? cta.whole_work(grid, equal)
+                 : args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal)) {
     // A CTA has one segment, which every warp finds by itself.
     const uint32_t query_ready = shared_address(&shared.query_ready);
     if (threadIdx.x == 0) {
@@ -823,7 +866,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 // CTAs are launched on their own.
 inline DirectGrid direct_grid(const Args& args) {
   const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
-  return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
+  return {args.batch * args.kv_heads, false, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
 }
 
 template <class T, int kWidth>
@@ -834,6 +877,9 @@ int direct_shared_bytes(int rows) {
 // The kernel for these caches and this embedding.
 template <class T, int kWidth>
 auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
+  // Without an embedding the one with it does nothing.
+  if (!has_narrow_cache(args) && (args.key_width != kWidth || args.value_width != kWidth))
+    return DirectKernel<T, kWidth, true, kOfT, kOfT, true>;
   if (!has_narrow_cache(args)) return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
   switch (args.key_scales.form) {
     case kInt8:
@@ -846,9 +892,12 @@ auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
   return nullptr;
 }
 
-// args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.
-// Compiled by direct_launch.cu.in, a source file a type.
+// How a launch cuts the work: as the plan says, by clusters where it may be, with fewer of the SMs where ranges are short; or a CTA
+// a unit, none of which is cut.
+enum class DirectCut { kPlan, kClusters, kClustersOfFew, kWholeUnits };
+
+// args.plan holds the tile; kWidth: 64 or 128. Compiled by direct_launch.cu.in, a source file a type.
 template <class T, int kWidth>
-int launch_direct(const Args& args, bool clusters, bool few_tokens, void* stream);
+int launch_direct(const Args& args, DirectCut cut, void* stream);
 
 }  // namespace leanfleet::lean_attention

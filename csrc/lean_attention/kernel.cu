@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cmath>
 #include <type_traits>
 
 #include "core/cuda_target.h"
@@ -413,6 +414,7 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
 constexpr int kShortPart = 128;                           // key tiles, measured
+constexpr int kWholeWaves = 4, kWholeRounds = 4;          // of units that are not cut: CTAs of an SM, reads of a CTA
 
 }  // namespace
 
@@ -463,13 +465,24 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
     if (wgmma && plan.row_tile > 16 && forced_ranges == 0) choose_dealing(args, plan);
   }
+  // Whoever merges reads all parts of a unit, each as many bytes as so many key tiles in a quarter of their time (measured): with
+  // many rows that limits the parts, to those with which both take as long.
+  if (plan.row_tile > 16) {
+    const double part = min32(static_cast<int32_t>(rows), plan.row_tile) * 4.0 * args.value_width;
+    const double tile = plan.key_tile * 2.0 * (args.key_width + args.value_width);
+    const double least = std::sqrt(0.25 * part / tile * args.capacity / plan.key_tile);
+    plan.min_range_work = max32(plan.min_range_work, static_cast<int32_t>(least));
+  }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
-  // twentieth, or a tenth where ranges are short.
+  // twentieth, or a tenth where ranges are short; or where a part is read at once.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
   const int64_t tiles = args.capacity / plan.key_tile;
+  const bool read_at_once = plan.row_tile == kDirectRows && padded_width(args) <= 128 &&
+                            args.capacity <= parts * direct_tokens(padded_width(args), has_narrow_cache(args));
   if (forced_ranges == 0 && parts > 0 && tiles < 1 << 19 &&
-      (busy * 20 >= int64_t{19} * sm_count || (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
+      (read_at_once || busy * 20 >= int64_t{19} * sm_count ||
+       (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
   return plan;
 }
@@ -487,6 +500,16 @@ int launch_float_of_half(Args args, cudaStream_t stream) {
   return for_type(args, [&](auto type) { return launch_float<decltype(type)>(args, false, stream); });
 }
 
+// Whether the direct kernel has a CTA for each unit: where contexts are so short that cutting them would gain nothing, or less
+// than it costs because there are as many units as SMs. Not measured beyond the shapes of bench.kernels.attention_drawn.
+bool takes_whole_units(const Args& args) {
+  const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads, sms = args.plan.max_ranges;
+  if (has_narrow_cache(args) || args.plan.row_tile != kDirectRows || padded_width(args) > 128) return false;
+  const int at_once = direct_tokens(padded_width(args), false);
+  if (args.capacity <= at_once) return units <= kWholeWaves * sms;
+  return units > sms / 2 && units <= sms && args.capacity <= kWholeRounds * at_once;
+}
+
 // The kernel that args.plan asks for.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   if (args.dtype == static_cast<int>(DType::kFloat32))
@@ -497,10 +520,15 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // contexts in one piece are read faster by TMA.
   const bool few_tokens =
       args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
+  const bool whole_units = takes_whole_units(args);
   const auto directly = [&] {
+    const DirectCut cut = whole_units              ? DirectCut::kWholeUnits
+                          : clusters && few_tokens ? DirectCut::kClustersOfFew
+                          : clusters               ? DirectCut::kClusters
+                                                   : DirectCut::kPlan;
     return for_type(args, [&](auto type) {
-      return width == 64 ? launch_direct<decltype(type), 64>(args, clusters, few_tokens, stream)
-                         : launch_direct<decltype(type), 128>(args, clusters, few_tokens, stream);
+      return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
+                         : launch_direct<decltype(type), 128>(args, cut, stream);
     });
   };
   if (has_narrow_cache(args)) {
@@ -518,8 +546,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
-      (few_tokens || args.cache_kind == kPaged))
+  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || whole_units || args.cache_kind == kPaged))
     return directly();
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);

@@ -1206,7 +1206,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth, kRows>::kMaxThreads, 1)
   Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = kRows;
-  args.plan.min_range_work = kMinRangeWork;
+  if constexpr (kRows <= 16) args.plan.min_range_work = kMinRangeWork;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the barriers.
   using P = typename Tile::Position;

@@ -668,7 +668,6 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
-  args.plan.min_range_work = kMinRangeWork;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0),
             lane = threadIdx.x % 32;  // so that the compiler sees it uniform
   extern __shared__ char raw[];
