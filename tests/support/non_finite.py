@@ -126,7 +126,7 @@ def sweep(op_name, inputs, attrs, run, skip=(), count=3, seed=0):
     op, random = spec.all_specs()[op_name], torch.Generator().manual_seed(seed)
     before, clean = judge(op_name, doubled(inputs), attrs), run(inputs)
     outputs = [t for t in op.active_outputs(attrs) if not t.like]
-    tensors = [*(t for t in op.inputs if inputs.get(t.name) is not None and t.type in "TFC"), *outputs]
+    tensors = [*(t for t in op.inputs if inputs.get(t.name) is not None and t.type in "TFCS"), *outputs]
     labels_of = {t.name: labels(op, t, inputs, attrs) for t in tensors}
     for t in op.inputs:
         tensor = inputs.get(t.name)
