@@ -60,6 +60,7 @@ def linear_decoder(kind: str, layers: int) -> Measurement:
 
 MEASUREMENTS = (
     Measurement("causal_conv_h200", GPU, ("kernels.causal_conv STEM --drawn 20",)),
+    Measurement("decay_gates_h200", GPU, ("kernels.decay_gates STEM --drawn 20 --rounds 15",)),
     Measurement("gated_activation_h200", GPU, ("kernels.gated_activation STEM",)),
     Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --drawn 1",)),
     Measurement(
@@ -102,6 +103,7 @@ LEFT = {
     "host_cost_h100": "of an H100: kernels.host_cost --device cuda --out OUT",
     "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
     "collectives_h100": "needs four GPUs: kernels.collectives OUT --gpus 4",
+    "collectives_h200": "needs two GPUs: kernels.collectives OUT --rounds 20",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel OUT --seed 262946552 --rounds 31",
     "context_parallel_4_h100": "needs four GPUs: kernels.context_parallel OUT --gpus 4 --seed 262946552 --rounds 31",
     "tensor_parallel_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --serve --seconds 200",
@@ -128,7 +130,8 @@ LEFT = {
     "train_scale_speed_h200": "needs two GPUs: models.train_scale speed OUT --gpus 2 --warm 4 --timed 8",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
     "vllm_h100": "the same",
-    "falcon_h1_ours_h100": "our side of Falcon-H1's lines of vllm_h100, later: models.vllm ours --drawn 0 --no-serving",
+    "falcon_h1_ours_h200": "our side of Falcon-H1's lines, states of 32 and 16 bits: models.vllm ours --drawn 0 --no-serving",
+    "attention_drawn_h200": "FlashInfer has kernels to compile first: kernels.attention_drawn OUT --compile, --seed b1a403a7",
 }
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.kernels import (
+    attention_drawn,
     causal_conv,
     collectives,
     context_parallel,
     cpu,
+    decay_gates,
     gated_activation,
     gated_delta_rule,
     host_cost,
@@ -58,13 +60,16 @@ def methods() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "attention_drawn_h200": of("attention_drawn_h200", attention_drawn.table),
     "causal_conv_h200": of("causal_conv_h200", causal_conv.table),
     "collectives_h100": of("collectives_h100", collectives.table),
+    "collectives_h200": of("collectives_h200", collectives.table),
     "context_parallel_h100": of("context_parallel_h100", context_parallel.table),
     "context_parallel_4_h100": of("context_parallel_4_h100", context_parallel.table),
     "context_parallel_growth_h100": lambda: context_parallel.growth_table(pictures.shared_contexts()),
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
+    "decay_gates_h200": of("decay_gates_h200", decay_gates.table),
     "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
     "gated_activation_h200": of("gated_activation_h200", lambda r: gated_activation.table(r["rows"])),
     "gated_delta_rule_h200": of("gated_delta_rule_h200", gated_delta_rule.table),

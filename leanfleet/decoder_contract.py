@@ -17,7 +17,8 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside quantised caches: the scale of each token and
                                                     head, where scales are no constants of the graph; a cache of uint8 is
                                                     [B,Hkv,S,D/2], of two int4 each
-    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
+    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L, of the model's type with narrow_states;
+                                                             zeros before the first token
     past_key_values.L.conv_state  float32 [B,K,C]   the tokens before, of its short convolution; zeros before the first
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
@@ -50,7 +51,8 @@ a pool of P pages of `block` tokens, and a pool of A states; C rows of logits ar
     top_k, seed                   int32, int64 [C]  the next token's position in its request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool of softmax layer L
     pages.L.key_scale, .value_scale  float32 [P,block,Hkv]  beside quantised pools, of uint8 [P,block,Hkv,D/2]
-    pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L; whoever runs the graph sees to it
+    pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L, of the model's type with
+                                                        narrow_states; whoever runs the graph sees to it
                                                     that a request's row is 0 before its first token
     pages.L.conv_state            float32 [A,K,C]   the same of the tokens before, of its short convolution
     logits                        float32 [C,vocabulary], of the tokens at `last`

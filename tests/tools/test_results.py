@@ -106,11 +106,15 @@ def test_every_committed_plot_is_drawn_by_a_script(drawn):
 
 @pytest.mark.parametrize("committed", pictures(), ids=lambda path: path.stem)
 def test_plot_is_made_of_the_committed_json(committed, drawn):
-    """The same bytes with the matplotlib that drew it; with another one the same words and numbers."""
+    """The same with the matplotlib that drew it, but for the last digit of a coordinate, which processors round differently; with
+    another one the same words and numbers."""
     old, new = committed.read_text(), drawn[0][committed.name].read_text()
     assert len(texts(new)) > 10 and texts(new) == texts(old)
     if maker(new) == maker(old):
-        assert new == old
+        coordinate = re.compile(r"-?[0-9]+\.[0-9]+")
+        assert coordinate.split(new) == coordinate.split(old)
+        pairs = zip(map(float, coordinate.findall(new)), map(float, coordinate.findall(old)), strict=True)
+        assert all(abs(x - y) < 1e-5 for x, y in pairs)
 
 
 @pytest.mark.parametrize("name", [path.name for path in pictures()])
