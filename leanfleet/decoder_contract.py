@@ -17,7 +17,7 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside quantised caches: the scale of each token and
                                                     head, where scales are no constants of the graph; a cache of uint8 is
                                                     [B,Hkv,S,D/2], of two int4 each
-    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L, of the model's type with narrow_states;
+    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L, of T with narrow_states;
                                                              zeros before the first token
     past_key_values.L.conv_state  float32 [B,K,C]   the tokens before, of its short convolution; zeros before the first
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised

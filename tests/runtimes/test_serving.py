@@ -731,7 +731,7 @@ def linear_folder(request, tmp_path_factory):
 def poisoned(batch):
     """Whoever had a page or a state before may have left anything there."""
     for name, pool in zip(batch.pool_names, batch.pools):
-        held = np.full(pool.shape(), np.nan, np.float32)
+        held = np.full(pool.shape(), np.nan, np.float16 if "float16" in pool.data_type() else np.float32)
         if is_state(name):
             held[batching.EMPTY] = 0
         pool.update_inplace(held)
@@ -777,6 +777,34 @@ def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
         expected = alone_by_generate(linear_folder, request)
         assert request.tokens == expected[: len(request.tokens)] and request.error is None
         assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+@pytest.mark.parametrize("name", ("retnet", "falcon-h1"))
+def test_narrow_states(name, tmp_path, monkeypatch):
+    """States of 16 bits are those of the request that they are of: cut in pieces, preempted and beside others its tokens are
+    those it has alone, up to near ties of what is rounded at other places."""
+    torch.manual_seed(2)
+    model = decoders.MODELS[name]().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2 if p.dim() > 1 else 1)
+    export_serving.export_for_serving(model.half(), tmp_path, block=BLOCK, narrow_states=True)
+    batch = ContinuousBatch(tmp_path, pages=30, max_requests=4, step_tokens=19, providers=["CPUExecutionProvider"])
+    states = [pool for n, pool in zip(batch.pool_names, batch.pools) if n.endswith("recurrent_state")]
+    assert len(states) == 2 and all(pool.data_type() == "tensor(float16)" for pool in states)
+    poisoned(batch)
+    asked = [random_prompt(n, n) for n in (1, 40, 17, 5, 60, 2)]
+    requests = [batch.add(prompt, 12, stop_tokens=()) for prompt in asked]
+    batch.run()
+    same = 0
+    for prompt, request in zip(asked, requests, strict=True):
+        alone = ContinuousBatch(tmp_path, pages=30, max_requests=1, step_tokens=19, providers=["CPUExecutionProvider"])
+        poisoned(alone)
+        one = alone.add(prompt, 12, stop_tokens=())
+        alone.run()
+        assert request.error is None and len(request.tokens) == len(one.tokens) == 12
+        same += request.tokens[:4] == one.tokens[:4]
+    assert same >= len(asked) - 1
 
 
 def test_states_of_function_bodies(linear_folder):
