@@ -84,9 +84,6 @@ def _translation(op):
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         node = outputs[0].producer()
         node.resize_outputs(1 + max(i for i, t in enumerate(op.outputs) if t in op.active_outputs(attrs)))
-        for t, output in zip(op.outputs, node.outputs):
-            if t.type == "S" and tensors.get(t.takes) is None:  # no input says it
-                output.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
         return list(node.outputs) if len(op.outputs) > 1 else node.outputs[0]  # as PyTorch's operator returns them
 
     parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for t in op.inputs]
@@ -151,6 +148,8 @@ def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
             for t, output in zip(op.outputs, node.outputs):
                 if t not in active:
                     output.name = ""
+                elif t.type == "S" and output.type is None:  # no input says it
+                    output.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
     _ask_others_for_sizes(model.graph)
     return function_bodies.attach(model)
 
