@@ -497,6 +497,7 @@ def export_decoder(
         check_supported(model)
     facts: Facts = {"kind": DECODER.kind}
     facts |= cache_facts(cache)
+    facts |= {"narrow_states": True} if narrow_states else {}
     if tensor_parallel is not None and context_parallel is not None:
         raise ValueError(
             f"{type(model).__name__}: tensor_parallel shares out heads, context_parallel the tokens in the caches: give one of "

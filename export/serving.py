@@ -179,6 +179,7 @@ def export_for_serving(
     module, arguments, shapes, names = _traced(model, block, cache, narrow_states)
     facts: Facts = {"kind": SERVING.kind, "block": block}
     facts |= cache_facts(cache)
+    facts |= {"narrow_states": True} if narrow_states else {}
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         program = write(module, arguments, shapes, new, facts, tokenizer, fuse, verify, rope, names | options)
         write_sampler(new, read_facts(new, SERVING)["vocabulary"])
@@ -193,14 +194,15 @@ def add_serving(
     verify: bool = True,
     rope: str = "short",
     cache: CacheType | None = None,
-    narrow_states: bool = False,
+    narrow_states: bool | None = None,
     **options: Any,
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
     `leanfleet serve` too. Weights that model.onnx has in a file beside it are taken from there. A tensor parallel folder gets
     such a graph for each rank.
 
-    Arguments and errors are those of export_for_serving. Where one is raised, the folder serves what it did.
+    Arguments and errors are those of export_for_serving, but narrow_states is as in the folder unless it is given. Where an
+    error is raised, the folder serves what it did.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -219,7 +221,9 @@ def add_serving(
             f"{folder} was exported with context_parallel, which continuous batching does not take yet: export the model with "
             "tensor_parallel, or for one process"
         )
+    narrow_states = facts.get("narrow_states", False) if narrow_states is None else narrow_states
     own: dict[str, Any] = {"block": block, "cache": None, "cache_scales": None, **cache_facts(cache)}
+    own["narrow_states"] = narrow_states
     with ExitStack() as stack:
         graphs = []
         for rank in [None] if parallel is None else range(parallel.world):

@@ -510,6 +510,7 @@ class Facts(TypedDict, total=False):
     block: int  # tokens a page
     cache: str | None  # of CACHES: what keys and values are; missing or None: the model's type
     cache_scales: str | None  # of CACHE_SCALES; missing or None: each token and head has a scale of its own
+    narrow_states: bool  # states have the model's type of 16 bits; missing: float32
     tensor_parallel: Ranks  # where neither of these is there the folder is for one process
     context_parallel: Context
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False

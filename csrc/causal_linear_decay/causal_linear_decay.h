@@ -50,7 +50,7 @@ struct Args {
   bool normalize;
   float eps;
   const float *initial_state, *initial_norm;  // [state_rows,Hv,R,Dv], [state_rows,Hv,R]; null: 0
-  const void* narrow_initial_state;           // T: in place of the float32 one, which is null then. On CUDA of steps alone
+  const void* narrow_initial_state;           // T: in place of the float32 one, which is null then. On CUDA for decode.cu
   const int32_t* state_index;                 // [requests]: row of a request's state; outside the pool: 0, not written. null: q
   int64_t state_rows;                         // P, or requests
   void* output;                               // T [B,H,N,Dv]; tokens of no request become 0

@@ -2,7 +2,7 @@
 // and is written once, perhaps where it was. A CTA has a request and 32 columns of a state. All loads
 // of the state are on their way before anything is computed.
 //
-// One token a request has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
+// One token a request, of packed ones on average, has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
 // CTAs must be on an SM.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, kThreads > kStepThreads ? 1
     const auto tokens = request_tokens(in, request);
     begin = tokens.begin, end = tokens.end;
   }
-  if (begin == end && states.final != nullptr) store_state(states, at, V, rows, state);
+  if (begin >= end && states.final != nullptr) store_state(states, at, V, rows, state);
   // A step notices a division.
   const int query_head = in.query_share == 1 ? head * group : in.query_head(head * group);
   const int key_head = in.key_share == 1 ? head : in.key_head(head);

@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ A
   const Index tokens = static_cast<Index>(args.tokens), rows = static_cast<Index>(args.batch) * tokens;
   const Index count = rows * of_row, betas = args.beta != nullptr ? rows * heads : 0;
   const auto inside = [&](Index row) {
-    return args.query_lens == nullptr || row % tokens < static_cast<Index>(args.query_lens[row / tokens]);
+    if (args.query_lens == nullptr) return true;
+    const int32_t own = args.query_lens[row / tokens];
+    return own > 0 && row % tokens < static_cast<Index>(own);
   };
   for (Index i = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<Index>(gridDim.x) * kThreads) {

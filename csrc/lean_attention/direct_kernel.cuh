@@ -2,7 +2,7 @@
 // cores: each warp reads the keys and values of its own tokens straight into the registers that its products take. Rows of a
 // cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
 //
-// A CTA takes the segments of its range one after the other. Of a segment each warp has every 12th tile of kTokens tokens;
+// A CTA takes the segments of its range one after the other, or the unit of its number. Of a segment each warp has every 12th tile of kTokens tokens;
 // while it computes on one, the next, also of the next segment, is on its way. The products are transposed, S^T = K Q^T and
 // O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
 //   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the

@@ -467,7 +467,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   }
   // Whoever merges reads all parts of a unit, each as many bytes as so many key tiles in a quarter of their time (measured): with
   // many rows that limits the parts, to those with which both take as long.
-  if (plan.row_tile > 16) {
+  if (plan.row_tile > 16 && !has_narrow_cache(args)) {
     const double part = min32(static_cast<int32_t>(rows), plan.row_tile) * 4.0 * args.value_width;
     const double tile = plan.key_tile * 2.0 * (args.key_width + args.value_width);
     const double least = std::sqrt(0.25 * part / tile * args.capacity / plan.key_tile);

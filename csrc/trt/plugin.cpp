@@ -100,7 +100,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
  public:
   explicit Plugin(const Layer& layer) : layer_(layer), spec_(*layer.op->spec) {
     for (int i = 0; i < kMaxInputs; ++i)
-      input_types_[i] = i < spec_.num_inputs ? dtype_of(spec_.inputs[i].type, DType::kFloat32) : DType::kFloat32;
+      declared_types_[i] = input_types_[i] =
+          i < spec_.num_inputs ? dtype_of(spec_.inputs[i].type, DType::kFloat32) : DType::kFloat32;
     if (layer_.inputs.listed) num_inputs_ = static_cast<int32_t>(layer_.inputs.indices.size());
     outputs_ = layer_.outputs.indices;
     for (int i = 0; i < spec_.num_outputs && !layer_.outputs.listed; ++i)
@@ -123,6 +124,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     guarded([&]() -> Status {
       copy = std::make_unique<Plugin>(layer_);
       std::copy(std::begin(input_types_), std::end(input_types_), std::begin(copy->input_types_));
+      std::copy(std::begin(declared_types_), std::end(declared_types_), std::begin(copy->declared_types_));
       copy->num_inputs_ = num_inputs_;
       copy->planned_workspace_ = planned_workspace_;
       copy->planned_sync_ = planned_sync_;
@@ -152,6 +154,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
         outputs[k] = to_trt(has_own_type(output.type) ? types[output.takes] : dtype_of(output.type, types[0]));
       }
       std::copy(std::begin(types), std::end(types), std::begin(input_types_));
+      std::copy(std::begin(types), std::end(types), std::begin(declared_types_));
       return {};
     });
   }
@@ -191,7 +194,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     if (position == 0) return true;  // every operator's first input is a T
     if (!from_trt(tensors[0].desc.type, &t)) return false;
     if (type != TypeVar::kS) return found == t;
-    if (input) return found == t || found == DType::kFloat32;
+    // The network's own type, not whichever a builder may choose: a state in another one would be rounded in each call.
+    if (input) return found == declared_types_[input_index(position)];
     return found == type_taken(spec_.outputs[outputs_[position - num_inputs]], tensors, num_inputs);
   }
 
@@ -621,7 +625,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
 
   const Layer layer_;
   const OpSpec& spec_;
-  mutable DType input_types_[kMaxInputs];  // as last told
+  mutable DType input_types_[kMaxInputs];     // as last told
+  mutable DType declared_types_[kMaxInputs];  // as the network has them
   int32_t num_inputs_ = 0;
   std::vector<int> outputs_;  // of the layer: indices of the operator's
   mutable int64_t planned_workspace_ = -1, planned_sync_ = -1;

@@ -354,9 +354,7 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
                           DataType::kINT64}) {
       descs[i].desc.type = type;
       const bool floating = type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
-      const bool own =
-          i < num_inputs && c.inputs[i].variable == 'S' && (type == DataType::kFLOAT || type == descs[0].desc.type);
-      const bool expected = i == 0 ? floating : type == right || own;
+      const bool expected = i == 0 ? floating : type == right;
       check(build.supportsFormatCombination(i, descs.data(), num_inputs, num_outputs) == expected, "types of formats");
     }
     descs[i].desc.type = right;

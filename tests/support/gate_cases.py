@@ -26,6 +26,8 @@ def make(sizes, dtype, seed=0, lens=False, betas=True, bias=True):
         attrs |= {"return_beta": 1, "beta_scale": 2.0}
     if lens:
         inputs["query_lens"] = torch.randint(0, N + 1, (B,), generator=random, dtype=torch.int32)
+        if seed % 2:
+            inputs["query_lens"][0] = -3  # which a kernel takes for none
         attrs |= {"step_min": 0.01, "step_max": 3.0}
     return inputs, attrs
 
