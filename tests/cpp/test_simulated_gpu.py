@@ -17,6 +17,7 @@ from leanfleet.export import reference
 from support import attention_cases, conv_cases, delta_cases, gate_cases, linear_cases, merging_cases, quantised_cases, ranks
 from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
+from support.kernels import run_kernel
 from support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(cuda_include() is None, reason="needs nvcc, for the CUDA headers")
@@ -255,6 +256,19 @@ def test_narrow_states_of_linear_decay(linear_decay, dtype):
     check((70, 24, 8), pool=True, algorithm="lightning", layout="bnhd")
     check((70, 16, 8), offsets=(0, 20, 20, 66), pool=True, algorithm="lightning")
     check((6, 16, 8), offsets=(0, 2, 2, 5), pool=True)
+
+
+@pytest.mark.slow
+def test_steps_of_linear_decay_with_offsets_that_fall(linear_decay):
+    """Whatever they say, every request has a final state: that of no tokens is the initial one."""
+    inputs = linear_cases.fill(
+        "CausalLinearDecay", ["initial_state", "cu_seqlens"], (1, 2, 2, 2, 3, 16, 8), {}, offsets=(0, 3, 3, 3)
+    )
+    inputs["cu_seqlens"] = torch.tensor([0, 3, 2, 3], dtype=torch.int32)
+    found = run_simulated(linear_decay, "CausalLinearDecay", inputs, {"return_state": 1})["final_state"]
+    expected = run_kernel("CausalLinearDecay", inputs, {"return_state": 1})["final_state"]
+    assert torch.equal(found[1], inputs["initial_state"][1])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
