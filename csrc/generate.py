@@ -189,7 +189,7 @@ inline const Op kOps[] = {{
 
 BEGIN = "<!-- schema: written by csrc/generate.py -->\n"
 END = "<!-- end of schema -->\n"
-LAYOUT_NOTE = "Shapes are those of layout `bhnd`; T, F, I, L and the symbols: [Operators](index.md)."
+LAYOUT_NOTE = "Shapes are those of layout `bhnd`; the letters of types and the symbols: [Operators](index.md)."
 
 
 def cell(text):
