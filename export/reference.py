@@ -846,9 +846,9 @@ def causal_linear_decay(
         final = final.squeeze(2)
         if state_index is not None:
             final = pool.index_put((index,), final[requests])
-        norm = (final[..., -1].to(float_out).contiguous(),) if normalize else ()
-        final = final[..., :-1] if normalize else final
-        result += (final.to(float_out if initial_state is None else initial_state.dtype).contiguous(), *norm)
+        state_type = float_out if initial_state is None else initial_state.dtype
+        result += (final[..., :-1].to(state_type).clone(),) if normalize else (final.to(state_type),)
+        result += (final[..., -1].to(float_out).clone(),) if normalize else ()
     return result
 
 
