@@ -847,8 +847,8 @@ def causal_linear_decay(
         if state_index is not None:
             final = pool.index_put((index,), final[requests])
         state_type = float_out if initial_state is None else initial_state.dtype
-        result += (final[..., :-1].to(state_type).clone(),) if normalize else (final.to(state_type),)
-        result += (final[..., -1].to(float_out).clone(),) if normalize else ()
+        norms = (final[..., -1].to(float_out).clone(),) if normalize else ()
+        result += (final[..., :-1].to(state_type).clone() if normalize else final.to(state_type), *norms)
     return result
 
 
