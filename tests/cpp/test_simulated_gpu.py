@@ -552,6 +552,44 @@ def test_attention_over_keys_of_all_ranks(lean_attention_library, fake_nccl, tmp
         assert isinstance(found, tuple) and found[0] <= 1 and found[1] == found[2] == 12, found
 
 
+# D, Dv, heads, new tokens, lengths: fewer columns than a kernel's 64 or 128, units of one CTA each and lists of units.
+STRAIGHT = (
+    (80, 80, (6, 2), 1, (65, 300, 17)),
+    (96, 96, (4, 2), 2, (700, 5)),
+    (48, 40, (3, 1), 1, (130, 64, 1, 500)),
+    (72, 128, (8, 2), 2, (90,)),
+    (128, 96, (2, 2), 3, (170, 44, 3)),
+    (64, 64, (5, 1), 1, (33, 380)),
+    (128, 128, (4, 4), 1, (150, 1, 77)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("append", (False, True))
+def test_attention_over_rows_straight_into_registers(lean_attention, append, dtype):
+    """Pages of any length, and short dense caches."""
+    run, count = lean_attention
+    for seed, (D, Dv, (H, Hkv), Nq, lens) in enumerate(STRAIGHT):
+        for variant in ("paged", "dense"):
+            if variant == "dense" and max(lens) > 190 - 3:
+                continue
+            facts = dict(H=H, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, lens=lens, append=append, rotary=D // 4 * append, layout="bnhd")
+            inputs, attrs = make_case(seed, variant, dtype, **facts, window=50 if seed % 3 == 2 else -1)
+            before = count()
+            found = run({n: t if t is None else t.clone() for n, t in inputs.items()}, attrs)
+            assert count() > before, "another kernel ran"
+            double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+            exact = reference.lean_attention(**double, **attrs)
+            plain = reference.lean_attention(**inputs, **attrs, compute_dtype=dtype)
+            for name, x, e, p in zip(found, found.values(), exact, plain, strict=True):
+                finite = e.isfinite()
+                assert torch.equal(finite, x.isfinite()), (name, seed, variant)
+                error, loses = ((y.double() - e)[finite].abs().max().item() for y in (x, p))
+                rounding = torch.finfo(x.dtype).eps * e[finite].abs().max().item()
+                assert error <= 2 * loses + rounding, (name, seed, variant, error, loses)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 def test_attention_over_quantised_caches(lean_attention, quant):

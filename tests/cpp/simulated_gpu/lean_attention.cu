@@ -16,13 +16,16 @@ int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtens
   return cudaErrorNotSupported;
 }
 template <class T, int kWidth>
-int launch_direct(const Args& args, bool, bool, void* stream) {
+int launch_direct(const Args& args, DirectCut cut, void* stream) {
   if constexpr (kWidth > 128) {
     return cudaErrorNotSupported;
   } else {
     const auto kernel = direct_kernel<T, kWidth>(args);
     const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
-    kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
+    DirectGrid grid = direct_grid(args);
+    grid.whole = cut == DirectCut::kWholeUnits;
+    const int ctas = grid.whole ? grid.units : args.plan.max_ranges;
+    kernel<<<ctas, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({grid, args});
     return cudaGetLastError();
   }
 }
@@ -30,7 +33,7 @@ int launch_direct(const Args& args, bool, bool, void* stream) {
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
   template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);    \
-  template int launch_direct<T, kWidth>(const Args&, bool, bool, void*);
+  template int launch_direct<T, kWidth>(const Args&, DirectCut, void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
 LEANFLEET_INSTANCES(__half, 192)
