@@ -16,7 +16,7 @@ constexpr int64_t kMostBlocks = int64_t{1} << 30;
 template <Kind kind>
 __device__ float activated(float gate) {
   if constexpr (kind == Kind::kSilu) return __fdividef(gate, 1.0f + __expf(-gate));
-  if constexpr (kind == Kind::kSigmoid) return 1.0f / (1.0f + expf(-gate));  // of a gate far below 0 nothing else is to come
+  if constexpr (kind == Kind::kSigmoid) return 1.0f / (1.0f + expf(-gate));  // __expf loses digits far below 0
   if constexpr (kind == Kind::kGelu) return 0.5f * gate * (1.0f + erff(gate * kSqrtHalf));
   if constexpr (kind == Kind::kGeluTanh)
     return __fdividef(gate, 1.0f + __expf(-kTanhScale * gate * (1.0f + kTanhCube * gate * gate)));

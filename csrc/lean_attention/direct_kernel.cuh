@@ -2,9 +2,10 @@
 // cores: each warp reads the keys and values of its own tokens straight into the registers that its products take. Rows of a
 // cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
 //
-// A CTA takes the segments of its range one after the other, or the unit of its number. Of a segment each warp has every 12th tile of kTokens tokens;
-// while it computes on one, the next, also of the next segment, is on its way. The products are transposed, S^T = K Q^T and
-// O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
+// A CTA takes the segments of its range one after the other, or the unit of its number. Of a segment each warp has every 12th
+// tile of kTokens tokens; while it computes on one, the next, also of the next segment, is on its way. The products are
+// transposed, S^T = K Q^T and O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane
+// (g, t) = (lane / 4, lane % 4) holds
 //   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the
 //               product's definition, the same for the query
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
@@ -229,7 +230,7 @@ struct DirectCta {
   }
 
   // The unit of this CTA's number.
-  __device__ __forceinline__ bool whole_work(const DirectGrid& grid, DirectWork& work) const {
+  __device__ __forceinline__ DirectWork whole_work() const {
     Unit unit;
     unit.index = quotient(blockIdx.x, args.kv_heads);
     unit.head = blockIdx.x - unit.index * args.kv_heads;
@@ -237,8 +238,7 @@ struct DirectCta {
     unit.position = 0;
     unit.request = request_of(args, unit.index);
     unit.tiles = unit_tiles(args, unit.request, 0);
-    work = work_of(unit, whole_segment(unit, 0));
-    return true;
+    return work_of(unit, whole_segment(unit, 0));
   }
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
@@ -796,8 +796,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's CTAs.
   bool begun = false, listed = true, in_cluster = false;
   DirectWork equal;
-  if (grid.whole ? cta.whole_work(grid, equal)
-                 : args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal)) {
+  if (grid.whole) equal = cta.whole_work();
+  if (grid.whole || (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal))) {
     // A CTA has one segment, which every warp finds by itself.
     const uint32_t query_ready = shared_address(&shared.query_ready);
     if (threadIdx.x == 0) {
