@@ -27,6 +27,21 @@ constexpr float kRescaleAt = 8.0f;
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
 __device__ __forceinline__ float rescale(float part, float whole) { return part == -INFINITY ? 0.0f : exp2_fast(part - whole); }
 
+// Kernels that scale logits as they subtract the maximum round once there, but the maximum has been rounded before. That changes all
+// weights of a row alike, by 2^4 at most where it is below 2^27; beyond they might overflow. A row that far has its products times a
+// power of two near the scale instead, which rounds nothing: distinct logits are 8 and more apart there, so that the largest counts
+// almost alone either way.
+__device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p27f; }
+// 2^n >= x > 2^(n-1).
+__device__ __forceinline__ float power_above(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
+}
+__device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
+// The largest logit times log2(e) of a row with that maximum.
+__device__ __forceinline__ float logit_of(float max, float scale) {
+  return is_far(max) ? max * (scale / power_above(scale)) : max;
+}
+
 // softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only). Where the exponential
 // overflows the quotient is 0; NaN stays NaN, which fminf would not let through.
 __device__ __forceinline__ float cap_logit(float x, float softcap) {
@@ -607,6 +622,13 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
   return named_barrier_any(1, threads, thread == 0 && before == others);
 }
 
+// With plan.merge_apart: one thread of the range says at its begin that it cuts no unit, and the same thread which, where it is the
+// first of a unit's contributors.
+__device__ __forceinline__ void note_no_cut(const Args& args, int range) { args.cut_units[range] = {}; }
+__device__ __forceinline__ void note_cut(const Args& args, const Unit& unit, const Segment& segment, int range) {
+  if (segment.index == 0) args.cut_units[range] = {unit.index, unit.head, unit.row_tile, segment.count};
+}
+
 // Merges the partial results of a unit in the order of their ranges, so that the result does not depend on who
 // arrives last, and writes the rows. A warp takes 64 columns of a row; a lane reads the statistics of one contributor,
 // and 4 columns of every second one.
@@ -664,6 +686,17 @@ __device__ __forceinline__ void merge_unit(const Args& args, const Unit& unit, i
     o.z += __shfl_xor_sync(kFullWarp, o.z, 16);
     o.w += __shfl_xor_sync(kFullWarp, o.w, 16);
     if (half == 0 && column) write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
+  }
+}
+
+// What follows a contributor's partial result: the last of all merges the unit, or a launch of its own does.
+template <class T>
+__device__ __forceinline__ void end_part(const Args& args, const Unit& unit, const Segment& segment, int first, int warp, int warps) {
+  const int thread = warp * 32 + threadIdx.x % 32;
+  if (args.plan.merge_apart) {
+    if (thread == 0) note_cut(args, unit, segment, first);
+  } else if (last_to_arrive(args.tickets + first, segment.count, thread, warps * 32)) {
+    merge_unit<T>(args, unit, first, segment.count, warp, warps);
   }
 }
 

@@ -46,7 +46,6 @@ struct DirectWork {
 
 struct DirectGrid {
   int32_t units;
-  bool whole;                             // a CTA has the unit of its number, all of it
   uint32_t parts_inverse, heads_inverse;  // x / n without a division: x * (2^20 / n + 1) >> 20, for x < 2^10
   int32_t cluster;  // CTAs of a cluster, a unit's parts if units turn out to be equal; 1: CTAs are launched on their own
 };
@@ -124,7 +123,9 @@ __device__ __forceinline__ void wait_for_append() {
 
 // kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
 // caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
-template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial>
+// kWarps: of the CTA. kOne: it has one segment, of which the warps know, and shared memory of OneSegmentShared.
+template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared = DirectShared<T, kWidth>,
+          int kWarps = kDirectWarps, bool kOne = false>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
   static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial));
@@ -135,8 +136,8 @@ struct DirectCta {
   static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
 
   const Args& args;
-  DirectShared<T, kWidth>& shared;
-  float* const scratch;        // [kDirectWarps][rows][kScratchStride]
+  Shared& shared;
+  float* const scratch;        // [kWarps][rows][kScratchStride]
   const int warp, lane, rows;  // rows of a unit, padding included
 
   uint4 keys[kSlices][2][KeyRow::kChunks];
@@ -229,16 +230,19 @@ struct DirectCta {
     return true;
   }
 
-  // The unit of this CTA's number.
-  __device__ __forceinline__ DirectWork whole_work() const {
+  // Part `part` of `parts` of a unit, of about as many tiles as the others. args.plan.key_tile is kTokens.
+  __device__ __forceinline__ DirectWork part_of_unit(int index, int part, int parts) const {
     Unit unit;
-    unit.index = quotient(blockIdx.x, args.kv_heads);
-    unit.head = blockIdx.x - unit.index * args.kv_heads;
+    unit.index = quotient(index, args.kv_heads);
+    unit.head = index - unit.index * args.kv_heads;
     unit.row_tile = 0;
     unit.position = 0;
     unit.request = request_of(args, unit.index);
     unit.tiles = unit_tiles(args, unit.request, 0);
-    return work_of(unit, whole_segment(unit, 0));
+    if (parts == 1) return work_of(unit, whole_segment(unit, 0));
+    const int first = unit.tiles.begin, count = unit.tiles.end - first;
+    const Span mine = {first + small_quotient(part * count, parts), first + small_quotient((part + 1) * count, parts)};
+    return work_of(unit, {mine, true, part, parts, slot_of(0, part)});
   }
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
@@ -328,18 +332,23 @@ struct DirectCta {
   // first: the latencies of both are one then, if there are not many rows.
   static constexpr int kRowChunks = kWidth / 8;
   static constexpr int kStagingThreads = kDirectRows * kRowChunks, kStagingWarps = kStagingThreads / 32;
-  __device__ __forceinline__ bool stages() const { return warp >= kDirectWarps - kStagingWarps; }
+  static_assert(kStagingWarps <= kWarps);
+  __device__ __forceinline__ bool stages() const { return warp >= kWarps - kStagingWarps; }
+  __device__ __forceinline__ int staging_thread() const { return (warp - (kWarps - kStagingWarps)) * 32 + lane; }
   __device__ __forceinline__ void stage(const DirectWork& work, int which) const {
-    const int thread = (warp - (kDirectWarps - kStagingWarps)) * 32 + lane;
-    const int row = thread / kRowChunks, column = thread % kRowChunks * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < args.group * work.unit.request.tokens && has_column(false, column)) {
-      const RowPlace place = row_place(args, work.unit, row);
-      const T* const from = query_row<T>(args, work.unit, place);
-      if (kRope && (!kNarrow || args.rotary_half > 0))
-        x = rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
-      else x = *reinterpret_cast<const uint4*>(from + column);
-    }
+    store_query(work, which, read_query(work, kRope && args.rotary_half > 0));
+  }
+  // A thread's 8 columns.
+  __device__ __forceinline__ uint4 read_query(const DirectWork& work, bool rotates) const {
+    const int row = staging_thread() / kRowChunks, column = staging_thread() % kRowChunks * 8;
+    if (row >= args.group * work.unit.request.tokens || !has_column(false, column)) return make_uint4(0, 0, 0, 0);
+    const RowPlace place = row_place(args, work.unit, row);
+    const T* const from = query_row<T>(args, work.unit, place);
+    if (rotates) return rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
+    return *reinterpret_cast<const uint4*>(from + column);
+  }
+  __device__ __forceinline__ void store_query(const DirectWork& work, int which, uint4 x) const {
+    const int thread = staging_thread(), row = thread / kRowChunks, column = thread % kRowChunks * 8;
     if constexpr (kNarrow) x = as_halves(x, work.unit.head, which, row, column);
     *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
     if constexpr (!kNarrow)
@@ -390,8 +399,7 @@ struct DirectCta {
   }
 
   // The new tokens of a tile from where they are staged.
-  __device__ __forceinline__ void take_new(int which, int begin) {
-    const DirectWork& work = shared.works[which];
+  __device__ __forceinline__ void take_new(const DirectWork& work, int which, int begin) {
     const int new_begin = work.unit.request.keys - work.unit.request.tokens;
     unsigned gone = 0;
 #pragma unroll
@@ -429,8 +437,7 @@ struct DirectCta {
   }
 
   // A segment's tiles of this warp, of which the registers hold the first; in the end they hold the first of the next segment.
-  __device__ __forceinline__ void run_segment(int which) {
-    const DirectWork& work = shared.works[which];
+  __device__ __forceinline__ void run_segment(const DirectWork& work, int which) {
 #pragma unroll
     for (int m = 0; m < kWidth / 16; ++m)
 #pragma unroll
@@ -443,15 +450,15 @@ struct DirectCta {
     const bool any = tile < end;
 #pragma unroll 1
     for (;;) {
-      const bool last = tile + kDirectWarps * kTokens >= end;
-      const DirectWork& follows = shared.works[last ? which ^ 1 : which];
-      const int following = last ? first_tile(follows) : tile + kDirectWarps * kTokens;
-      const bool more = following < follows.read_end;
+      const bool last = tile + kWarps * kTokens >= end;
+      const DirectWork& follows = next_work(work, last ? which ^ 1 : which);
+      const int following = last && !kOne ? first_tile(follows) : tile + kWarps * kTokens;
+      const bool more = following < follows.read_end && !(kOne && last);
       if (more) prepare_reads(follows, following);
       float s[kSlices][4];
       if (any) {
         if constexpr (!kNarrow)
-          if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(which, tile);
+          if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(work, which, tile);
         if constexpr (kNarrow) score_narrow(which, s);
         else score_wide(which, s);
       }
@@ -464,6 +471,11 @@ struct DirectCta {
       if (last) return;
       tile = following;
     }
+  }
+
+  __device__ __forceinline__ const DirectWork& next_work(const DirectWork& work, int which) const {
+    if constexpr (kOne) return work;
+    else return shared.works[which];
   }
 
   __device__ __forceinline__ void score_wide(int which, float (&s)[kSlices][4]) const {
@@ -712,8 +724,32 @@ struct DirectCta {
     }
   }
 
-  // The sum of all warps' parts, 4 columns of a row a thread, to the output or, where the unit has other contributors, to
-  // global memory, where the last of them merges all.
+  // The sum of all warps' parts, 4 columns of a row from d on.
+  struct Joined {
+    float4 output;
+    float max, sum;
+  };
+  __device__ __forceinline__ Joined join_warps(int row, int d) const {
+    Joined joined = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY, 0.0f};
+    float factor[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      factor[w] = shared.warp_max[row][w];
+      joined.max = fmaxf(joined.max, factor[w]);
+    }
+    float4& o = joined.output;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      factor[w] = rescale(factor[w], joined.max);
+      joined.sum += factor[w] * shared.warp_sum[row][w];
+      const float4 x = *reinterpret_cast<const float4*>(scratch + (w * rows + row) * Tile::kScratchStride + d);
+      o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
+    }
+    return joined;
+  }
+
+  // That, 4 columns of a row a thread, to the output or, where the unit has other contributors, to global memory, where the last of
+  // them merges all.
   __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
     const int own_rows = args.group * work.unit.request.rows;  // of packed tokens maybe fewer than there is room for
 #if __CUDA_ARCH__ >= 900
@@ -721,40 +757,26 @@ struct DirectCta {
     if (in_cluster) cluster_wait();
 #endif
     const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
-    static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
+    static_assert(kOne || kDirectRows * kWidth / 4 <= 32 * kWarps);
     if (row < own_rows && has_column(true, d)) {
-      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kDirectWarps; ++w) {
-        factor[w] = shared.warp_max[row][w];
-        top = fmaxf(top, factor[w]);
-      }
-#pragma unroll
-      for (int w = 0; w < kDirectWarps; ++w) {
-        factor[w] = rescale(factor[w], top);
-        total += factor[w] * shared.warp_sum[row][w];
-        const float4 x = *reinterpret_cast<const float4*>(scratch + (w * rows + row) * Tile::kScratchStride + d);
-        o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
-      }
-      if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, o);
+      Joined x = join_warps(row, d);
+      if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, x.output);
 #if __CUDA_ARCH__ >= 900
-      if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
+      if (in_cluster) send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
       else
 #endif
           if (work.segment.count == 1)
-        write_row<T>(args, work.unit, row, d, o, top, total);
-      else write_partial(args, work.segment.slot, row, d, o, top, total);
+        write_row<T>(args, work.unit, row, d, x.output, x.max, x.sum);
+      else write_partial(args, work.segment.slot, row, d, x.output, x.max, x.sum);
     }
 #if __CUDA_ARCH__ >= 900
     if (in_cluster) {
-      merge_in_cluster<T>(args, work.unit, inbox, share, warp, kDirectWarps);
+      merge_in_cluster<T>(args, work.unit, inbox, share, warp, kWarps);
       return;
     }
 #endif
     if (work.segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads))
-      merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
+    end_part<T>(args, work.unit, work.segment, work.first, warp, kWarps);
   }
 };
 
@@ -774,6 +796,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cta cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane, args.group * args.tokens};
   if constexpr (kPartial) cta.clear_rows();
+  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -796,8 +819,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's CTAs.
   bool begun = false, listed = true, in_cluster = false;
   DirectWork equal;
-  if (grid.whole) equal = cta.whole_work();
-  if (grid.whole || (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal))) {
+  if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal)) {
     // A CTA has one segment, which every warp finds by itself.
     const uint32_t query_ready = shared_address(&shared.query_ready);
     if (threadIdx.x == 0) {
@@ -846,8 +868,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
       if (warp == 0) next(shared.works[turn]);
       __syncthreads();
     }
-    cta.run_segment(turn ^ 1);
     const DirectWork& work = shared.works[turn ^ 1];
+    cta.run_segment(work, turn ^ 1);
     const bool ends = shared.works[turn].last != 0;
     if (Cta::kNarrow && ends) wait_for_append();
     if (begun) cta.store_to_shared();
@@ -862,15 +884,103 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   }
 }
 
+// In shared memory of a CTA with one segment, before the warps' outputs [kWarps][rows][kScratchStride].
+template <class T, int kWidth, int kWarps, bool kCut>
+struct alignas(16) OneSegmentShared {
+  char inbox[kCut ? DirectTile<kWidth>::kInboxItems * kInboxItemBytes : 16];
+  T staged[1][3][kDirectRows][kWidth + 8];
+  float warp_max[kDirectRows][kWarps], warp_sum[kDirectRows][kWarps];
+  uint64_t inbox_full;
+  bool absent[1][kDirectRows];
+};
+
+// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a whole unit or, kCut, one of the
+// parts of a unit that the CTAs of a cluster share, whatever the lengths are.
+template <class T, int kWidth, bool kPartial, int kWarps, bool kCut>
+__global__ void __launch_bounds__(32 * kWarps, kWarps < kDirectWarps ? kDirectWarps / kWarps : 1)
+    OneSegmentKernel(const __grid_constant__ DirectLaunch launch) {
+  using Shared = OneSegmentShared<T, kWidth, kWarps, kCut>;
+  using Cta = DirectCta<T, kWidth, true, kOfT, kOfT, kPartial, Shared, kWarps, true>;
+  Args args = launch.args;  // so that the compiler knows the plan's constants
+  args.plan.key_tile = Cta::kTokens;
+  args.plan.row_tile = kDirectRows;
+  extern __shared__ __align__(16) char raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  Cta cta{args,
+          shared,
+          reinterpret_cast<float*>(raw + sizeof(Shared)),
+          static_cast<int>(threadIdx.x / 32),
+          static_cast<int>(threadIdx.x % 32),
+          args.group * args.tokens};
+  if constexpr (kPartial) cta.clear_rows();
+  int index = blockIdx.x, part = 0, parts = 1;
+  if constexpr (kCut) {
+    parts = launch.grid.cluster;
+    index = (blockIdx.x * launch.grid.parts_inverse) >> 20;
+    part = blockIdx.x - index * parts;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared_address(&shared.inbox_full), 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    cluster_arrive();
+#endif
+  }
+  const DirectWork work = cta.part_of_unit(index, part, parts);
+  // Rows of the query first: behind those of the caches they would queue.
+  const bool rotates = args.rotary_half > 0;
+  uint4 query = make_uint4(0, 0, 0, 0);
+  if (cta.stages() && !rotates) query = cta.read_query(work, false);
+  cta.read_first(work);
+  if (cta.stages()) {
+    if (rotates) query = cta.read_query(work, true);
+    cta.store_query(work, 0, query);
+  }
+  __syncthreads();
+  cta.run_segment(work, 0);
+  cta.store_to_shared();
+  __syncthreads();
+  const int own_rows = args.group * work.unit.request.rows;
+  if constexpr (kCut) {
+#if __CUDA_ARCH__ >= 900
+    const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), DirectTile<kWidth>::kInboxItems,
+                                shared_address(&shared.inbox_full)};
+    const ClusterShare share = cluster_share(kPartial ? args.value_width : kWidth, {0, own_rows}, work.segment);
+    cluster_wait();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < own_rows * (kWidth / 4); i += 32 * kWarps) {
+      const int row = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
+      if (!cta.has_column(true, d)) continue;
+      const auto x = cta.join_warps(row, d);
+      send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
+    }
+    merge_in_cluster<T>(args, work.unit, inbox, share, cta.warp, kWarps);
+#endif
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < own_rows * (kWidth / 4); i += 32 * kWarps) {
+      const int row = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
+      if (!cta.has_column(true, d)) continue;
+      const auto x = cta.join_warps(row, d);
+      write_row<T>(args, work.unit, row, d, x.output, x.max, x.sum);
+    }
+  }
+}
+
 // CTAs are launched on their own.
 inline DirectGrid direct_grid(const Args& args) {
   const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
-  return {args.batch * args.kv_heads, false, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
+  return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
 }
 
+template <int kWidth>
+constexpr int direct_scratch_bytes(int warps, int rows) {
+  return warps * rows * DirectTile<kWidth>::kScratchStride * 4;
+}
 template <class T, int kWidth>
 int direct_shared_bytes(int rows) {
-  return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + kDirectWarps * rows * DirectTile<kWidth>::kScratchStride * 4;
+  return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + direct_scratch_bytes<kWidth>(kDirectWarps, rows);
 }
 
 // The kernel for these caches and this embedding.
@@ -891,9 +1001,10 @@ auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
   return nullptr;
 }
 
-// How a launch cuts the work: as the plan says, by clusters where it may be, with fewer of the SMs where ranges are short; or a CTA
-// a unit, none of which is cut.
-enum class DirectCut { kPlan, kClusters, kClustersOfFew, kWholeUnits };
+// How a launch cuts the work: as the plan says, by clusters where it may be, with fewer of the SMs where ranges are short (the caches
+// of T by OneSegmentKernel then); or a CTA a unit, none of which is cut, a large one or small ones of which an SM has several.
+enum class DirectCut { kPlan, kClusters, kClustersOfFew, kWholeUnits, kWholeUnitsOfFew };
+constexpr int kFewWarps = 4;
 
 // args.plan holds the tile; kWidth: 64 or 128. Compiled by direct_launch.cu.in, a source file a type.
 template <class T, int kWidth>

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <type_traits>
 
 #include "core/cuda_target.h"
@@ -214,9 +215,7 @@ struct FloatCta {
       }
     }
     if (segment.count == 1) return;
-    const int first = first_contributor(segment);
-    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads))
-      merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
+    end_part<T>(args, unit, segment, first_contributor(segment), warp, kFloatWarps);
   }
 };
 
@@ -225,6 +224,7 @@ __global__ void __launch_bounds__(kFloatThreads) FloatKernel(const __grid_consta
   Args args = launch_args;
   args.plan.equal_parts = 0;  // the fallback for other types has the plan of their kernels
   extern __shared__ float shared[];
+  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
   if (args.append)
@@ -414,7 +414,7 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
 constexpr int kShortPart = 128;                           // key tiles, measured
-constexpr int kWholeWaves = 4, kWholeRounds = 4;          // of units that are not cut: CTAs of an SM, reads of a CTA
+constexpr int kWholeRounds = 4;                           // of units that are not cut: reads of a CTA
 
 }  // namespace
 
@@ -437,6 +437,28 @@ Args short_launch(const Args& args) {
   return first;
 }
 
+namespace {
+
+constexpr int kMergeRounds = 6;  // that a launch takes, measured
+
+// Whether a launch of its own merges the units: whether their last contributors might take longer. They read parts in rounds, 16 of 64
+// columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is no such launch.
+bool merges_apart(const Args& args, const Plan& plan) {
+  if (plan.row_tile <= 16 && plan.equal_parts > 1 && plan.equal_parts <= kMaxCluster) return false;
+  const int64_t row_tiles = num_row_tiles(args, plan.row_tile), rows = min32(args.group * args.tokens, plan.row_tile);
+  // The most parts of a unit: those of one request's tiles, of which the later ones see twice as many keys as all on average.
+  int64_t parts = (row_tiles > 1 ? 2 : 1) * plan.max_ranges / (args.kv_heads * row_tiles) + 1;
+  const int64_t most = args.capacity / plan.key_tile / plan.min_range_work + 1;
+  if (parts > most) parts = most;
+  const int64_t rounds = plan.row_tile > 16 && !has_narrow_cache(args) && takes_wgmma(args)
+                             ? ceil_div(rows, 64) * ceil_div(args.value_width, 128) * ceil_div(parts, 2)
+                             : ceil_div(rows * ceil_div(args.value_width, 64), 8) * ceil_div(parts, 16);
+  static const char* const text = std::getenv("LEANFLEET_MERGE_ROUNDS");
+  return rounds > (text != nullptr ? std::atoi(text) : kMergeRounds);
+}
+
+}  // namespace
+
 Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   Plan plan;
@@ -447,6 +469,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     plan.key_tile = kFloatTokens;
     plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
     if (forced_ranges == 0) plan.max_ranges = 2 * sm_count;
+    plan.merge_apart = merges_apart(args, plan);
     return plan;
   }
   // The kernels for few rows count positions in 32 bits.
@@ -465,14 +488,6 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
     if (wgmma && plan.row_tile > 16 && forced_ranges == 0) choose_dealing(args, plan);
   }
-  // Whoever merges reads all parts of a unit, each as many bytes as so many key tiles in a quarter of their time (measured): with
-  // many rows that limits the parts, to those with which both take as long.
-  if (plan.row_tile > 16 && !has_narrow_cache(args)) {
-    const double part = min32(static_cast<int32_t>(rows), plan.row_tile) * 4.0 * args.value_width;
-    const double tile = plan.key_tile * 2.0 * (args.key_width + args.value_width);
-    const double least = std::sqrt(0.25 * part / tile * args.capacity / plan.key_tile);
-    plan.min_range_work = max32(plan.min_range_work, static_cast<int32_t>(least));
-  }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short; or where a part is read at once.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
@@ -484,6 +499,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
       (read_at_once || busy * 20 >= int64_t{19} * sm_count ||
        (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
+  plan.merge_apart = merges_apart(args, plan);
   return plan;
 }
 
@@ -493,6 +509,7 @@ namespace {
 int launch_float_of_half(Args args, cudaStream_t stream) {
   args.plan.key_tile = kFloatTokens;
   args.plan.row_tile = min32(args.plan.row_tile, kFloatRows);
+  args.plan.merge_apart = false;
   if (args.rotary_half > 0) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
@@ -500,40 +517,48 @@ int launch_float_of_half(Args args, cudaStream_t stream) {
   return for_type(args, [&](auto type) { return launch_float<decltype(type)>(args, false, stream); });
 }
 
-// Whether the direct kernel has a CTA for each unit: where contexts are so short that cutting them would gain nothing, or less
-// than it costs because there are as many units as SMs. Not measured beyond the shapes of bench.kernels.attention_drawn.
-bool takes_whole_units(const Args& args) {
+// Whether the direct kernel has a CTA for each unit, and which: where contexts are so short that cutting them would gain nothing, or
+// less than it costs because there are as many units as SMs. Not measured beyond the shapes of bench.kernels.attention_drawn.
+DirectCut whole_units(const Args& args) {
   const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads, sms = args.plan.max_ranges;
-  if (has_narrow_cache(args) || args.plan.row_tile != kDirectRows || padded_width(args) > 128) return false;
-  const int at_once = direct_tokens(padded_width(args), false);
-  if (args.capacity <= at_once) return units <= kWholeWaves * sms;
-  return units > sms / 2 && units <= sms && args.capacity <= kWholeRounds * at_once;
+  if (has_narrow_cache(args) || args.plan.row_tile != kDirectRows || padded_width(args) > 128) return DirectCut::kPlan;
+  const int at_once = direct_tokens(padded_width(args), false), of_few = at_once / kDirectWarps * kFewWarps;
+  static const char* const text = std::getenv("LEANFLEET_WHOLE_ROUNDS");
+  const int rounds = text != nullptr ? std::atoi(text) : 8;
+  if (args.capacity <= of_few || (units > sms && args.capacity <= rounds * of_few)) return DirectCut::kWholeUnitsOfFew;
+  if (units <= sms && args.capacity <= (units > sms / 2 ? kWholeRounds : 1) * at_once) return DirectCut::kWholeUnits;
+  return DirectCut::kPlan;
 }
 
-// The kernel that args.plan asks for.
+// The kernel that args.plan asks for, and the merge of its units.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
+  const auto then_merge = [&](int error, bool scales_far = false) {
+    if (error != cudaSuccess || !args.plan.merge_apart) return error;
+    return launch_merge(args, scales_far, code_version(device) >= 90, stream);
+  };
   if (args.dtype == static_cast<int>(DType::kFloat32))
-    return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+    return then_merge(launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream)));
   const int width = padded_width(args);
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
   // contexts in one piece are read faster by TMA.
   const bool few_tokens =
       args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
-  const bool whole_units = takes_whole_units(args);
+  const DirectCut whole = whole_units(args);
+  if (whole != DirectCut::kPlan) args.plan.merge_apart = false;
   const auto directly = [&] {
-    const DirectCut cut = whole_units              ? DirectCut::kWholeUnits
+    const DirectCut cut = whole != DirectCut::kPlan ? whole
                           : clusters && few_tokens ? DirectCut::kClustersOfFew
                           : clusters               ? DirectCut::kClusters
                                                    : DirectCut::kPlan;
-    return for_type(args, [&](auto type) {
+    return then_merge(for_type(args, [&](auto type) {
       return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
                          : launch_direct<decltype(type), 128>(args, cut, stream);
-    });
+    }));
   };
   if (has_narrow_cache(args)) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
-    return args.plan.row_tile == kDirectRows ? directly() : launch_narrow(args, max_shared_bytes, stream);
+    return args.plan.row_tile == kDirectRows ? directly() : then_merge(launch_narrow(args, max_shared_bytes, stream));
   }
   const bool many_rows = args.plan.row_tile > 16, wgmma = many_rows && takes_wgmma(args);
   const Ring ring = ring_of(args, args.plan.row_tile, wgmma, max_shared_bytes);
@@ -546,7 +571,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || whole_units || args.cache_kind == kPaged))
+  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || whole != DirectCut::kPlan || args.cache_kind == kPaged))
     return directly();
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
@@ -576,7 +601,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const bool pages_in_turn = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append;
   loads.fill_warps = pages_in_turn || loads.whole_tiles ? 1 : loads.copy_warps;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
-  return for_type(args, [&](auto type) {
+  const int error = for_type(args, [&](auto type) {
     using T = decltype(type);
     if (wgmma)
       return for_wgmma_width(columns_of(args), [&](auto w) {
@@ -586,6 +611,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
       return launch_mma<T, decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
     });
   });
+  return then_merge(error, wgmma);
 }
 
 // The same, or two of them where packed requests of few tokens have a launch of their own.

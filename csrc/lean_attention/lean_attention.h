@@ -60,6 +60,13 @@ struct Plan {
   int32_t deal_history = -1;  // units are dealt out whole if all requests have equally many keys, at most so many before their
                               // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
+  bool merge_apart = false;   // CUDA: a launch of its own merges units, in place of their last contributor; see merge.cu
+};
+
+// A unit that a range begins and does not finish, for a merge apart.
+struct CutUnit {
+  int32_t index, head, row_tile;  // of the unit
+  int32_t count;                  // contributors; 0: the range begins no such unit
 };
 
 // New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.
@@ -136,6 +143,7 @@ struct Args {
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
+  CutUnit* cut_units;     // [max_ranges] with plan.merge_apart
   void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
   void* rotated_key;      // T, new_key's; the same with append. On a CPU [batch,Hkv,D], with a quantised key_cache
   // Sync words, zero between launches.
@@ -159,6 +167,10 @@ int launch_rotate(Args& args, void* stream);
 // bytes: notes the pieces, appends, and with `queries` writes their rotary embeddings to the scratch for them. Returns a
 // cudaError_t.
 int launch_prepare(const Args& args, bool queries, void* stream);
+
+// With plan.merge_apart, after the kernel: merges the units that its CTAs have cut. scales_far: its maxima beyond 2^27 are as
+// logit_of takes them. early: the launch may begin before the kernel ends. Returns a cudaError_t.
+int launch_merge(const Args& args, bool scales_far, bool early, void* stream);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
 int launch_attention(const Args& args, int device, void* stream);

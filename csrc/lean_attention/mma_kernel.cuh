@@ -618,6 +618,7 @@ struct TokenConsumer {
   RowBounds bounds[kBlocks][2];
 
   __device__ __forceinline__ void run() {
+    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
     RingPlace queued(0, kQueue);
     int turn = 0;  // which half of the warps has the next tile
 #pragma unroll 1
@@ -943,8 +944,7 @@ struct TokenConsumer {
       return;
     }
 #endif
-    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads))
-      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
+    end_part<T>(args, unit, segment, work.first, warp, Tile::kConsumerWarps);
   }
 };
 
@@ -968,6 +968,7 @@ struct RowConsumer {
   RowBounds bounds[2];
 
   __device__ __forceinline__ void run() {
+    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
     RingPlace queued(0, kQueue);
 #pragma unroll 1
     for (;;) {
@@ -1189,8 +1190,7 @@ struct RowConsumer {
       }
     }
     if (segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads))
-      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
+    end_part<T>(args, unit, segment, work.first, warp, Tile::kConsumerWarps);
   }
 };
 

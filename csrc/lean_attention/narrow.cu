@@ -624,9 +624,7 @@ struct NarrowCta {
       join_teams(unit, segment, rows);
     }
     if (segment.count == 1) return;
-    const int first = first_contributor(segment);
-    if (last_to_arrive(args.tickets + first, segment.count, warp * 32 + lane, launch.warps * 32))
-      merge_unit<T>(args, unit, first, segment.count, warp, launch.warps);
+    end_part<T>(args, unit, segment, first_contributor(segment), warp, launch.warps);
   }
 
   __device__ __forceinline__ float4 lifted(int o, int i) const {
@@ -698,6 +696,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
                            warp - team * launch.team_warps,
                            args.key_scales.kind != kNoScale,
                            args.value_scales.kind != kNoScale};
+  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
   Range<int64_t> range;
   if (!locate_range(args, blockIdx.x, num_row_tiles(args), range)) return;
   for_each_share(args, range,

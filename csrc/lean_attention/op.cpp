@@ -147,6 +147,8 @@ void carve(Args& args, Workspace& ws) {
   args.partial_output = ws.scratch<float>(slots * args.value_width);
   args.partial_max = ws.scratch<float>(slots);
   args.partial_sum = ws.scratch<float>(slots);
+  if (args.plan.merge_apart || args.short_plan.merge_apart)
+    args.cut_units = ws.scratch<CutUnit>(std::max(args.plan.max_ranges, args.short_plan.max_ranges));
 }
 
 // ---- Keys that are spread over ranks

@@ -87,6 +87,7 @@ struct WarpgroupConsumer {
   float max[2], sum[2];
 
   __device__ __forceinline__ void run() {
+    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
     RingPlace queued(0, kQueue);
     Output o;
     mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
@@ -235,20 +236,6 @@ struct WarpgroupConsumer {
 
   // Logits times log2(e) are s * scale; the sign of the scale is in the query.
   __device__ __forceinline__ float log2_scale() const { return args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E; }
-
-  // weigh rounds s * scale - max once, but the maximum has been rounded before. That changes all weights of a row alike, by 2^4 at
-  // most where it is below 2^27; beyond they might overflow. A row that far has its products times a power of two near the scale
-  // instead, which rounds nothing: distinct logits are 8 and more apart there, so that the largest counts almost alone either way.
-  static __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p27f; }
-  static __device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
-  // The largest logit times log2(e) of a row with that maximum.
-  static __device__ __forceinline__ float logit_of(float max, float scale) {
-    return is_far(max) ? max * (scale / power_above(scale)) : max;
-  }
-  // 2^n >= x > 2^(n-1).
-  static __device__ __forceinline__ float power_above(float x) {
-    return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
-  }
 
   // Brings the maxima up to date and returns what earlier sums have to be multiplied with.
   __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float (&factor)[2]) {
@@ -557,6 +544,10 @@ struct WarpgroupConsumer {
         args.partial_max[at] = max[c];
         args.partial_sum[at] = sum[c];
       }
+    }
+    if (args.plan.merge_apart) {
+      if (warp == 0 && lane == 0) note_cut(args, work.unit, segment, work.first);
+      return;
     }
     if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads)) return;
     merge_rows(work.unit, work.first, segment.count);
