@@ -623,8 +623,13 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 }
 
 // With plan.merge_apart: one thread of the range says at its begin that it cuts no unit, and the same thread which, where it is the
-// first of a unit's contributors.
-__device__ __forceinline__ void note_no_cut(const Args& args, int range) { args.cut_units[range] = {}; }
+// first of a unit's contributors. The merge may begin to be launched now: it waits for the end of all.
+__device__ __forceinline__ void note_no_cut(const Args& args, int range) {
+  args.cut_units[range] = {};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void note_cut(const Args& args, const Unit& unit, const Segment& segment, int range) {
   if (segment.index == 0) args.cut_units[range] = {unit.index, unit.head, unit.row_tile, segment.count};
 }
@@ -691,7 +696,8 @@ __device__ __forceinline__ void merge_unit(const Args& args, const Unit& unit, i
 
 // What follows a contributor's partial result: the last of all merges the unit, or a launch of its own does.
 template <class T>
-__device__ __forceinline__ void end_part(const Args& args, const Unit& unit, const Segment& segment, int first, int warp, int warps) {
+__device__ __forceinline__ void end_part(const Args& args, const Unit& unit, const Segment& segment, int first, int warp,
+                                         int warps) {
   const int thread = warp * 32 + threadIdx.x % 32;
   if (args.plan.merge_apart) {
     if (thread == 0) note_cut(args, unit, segment, first);

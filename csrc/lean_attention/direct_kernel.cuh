@@ -23,6 +23,7 @@
 #include "lean_attention/cluster.cuh"
 #include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
+#include "lean_attention/one_segment.h"
 
 namespace leanfleet::lean_attention {
 
@@ -73,11 +74,17 @@ struct DirectRow {
 
 template <int kWidth, bool kNarrow = false>
 struct DirectTile {
-  static constexpr int kSlices = kNarrow ? 2 : 128 / kWidth;  // of 16 tokens
+  static constexpr int kSlices = kNarrow ? 2 : kWidth < 128 ? 2 : 1;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
   static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
   static constexpr int kScratchStride = kWidth + 4;  // floats
 };
+
+// Of the outputs of warps.
+template <int kWidth>
+constexpr int direct_scratch_bytes(int warps, int rows) {
+  return warps * rows * DirectTile<kWidth>::kScratchStride * 4;
+}
 
 // In shared memory, before the warps' outputs [kDirectWarps][rows][kScratchStride].
 template <class T, int kWidth>
@@ -123,17 +130,18 @@ __device__ __forceinline__ void wait_for_append() {
 
 // kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
 // caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
-// kWarps: of the CTA. kOne: it has one segment, of which the warps know, and shared memory of OneSegmentShared.
+// kWarps: of the CTA. kOne: it has one segment, of which the warps know, and shared memory of OneSegmentShared. kBlocks: of 8 rows.
 template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared = DirectShared<T, kWidth>,
-          int kWarps = kDirectWarps, bool kOne = false>
+          int kWarps = kDirectWarps, bool kOne = false, int kBlocks = 1>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
-  static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial));
+  static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial) && !(kNarrow && kBlocks > 1));
   using Tile = DirectTile<kWidth, kNarrow>;
   using KeyRow = DirectRow<kWidth, kKeys, false>;
   using ValueRow = DirectRow<kWidth, kValues, true>;
   using Product = std::conditional_t<kNarrow, __half, T>;
-  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
+  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kRows = 8 * kBlocks;
+  using Scores = float[kSlices][kBlocks][4];
 
   const Args& args;
   Shared& shared;
@@ -142,11 +150,11 @@ struct DirectCta {
 
   uint4 keys[kSlices][2][KeyRow::kChunks];
   uint4 values[kSlices][4][ValueRow::kChunks];
-  float output[kWidth / 16][4];
-  float max[2], sum[2];        // of rows 2 t and 2 t + 1
-  unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
-  unsigned missing_rows;       // paged: the same for the tile that is read next
-  int64_t key_row, value_row;  // and bytes to the row of its token `lane`
+  float output[kWidth / 16][kBlocks][4];
+  float max[kBlocks][2], sum[kBlocks][2];  // of rows 8 * block + 2 t and the next
+  unsigned missing;                        // of the keys read last: a bit for each token whose page is outside the pool
+  unsigned missing_rows;                   // paged: the same for the tile that is read next
+  int64_t key_row, value_row;              // and bytes to the row of its token `lane`
   // Of quantised caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of
   // rows 2 t and 2 t + 1: the output is to be multiplied by it.
   float key_scale, value_scale, next_key_scale, next_value_scale;
@@ -183,7 +191,8 @@ struct DirectCta {
     work.segment = segment;
     work.first = first_contributor(segment);
     work.last = 0;
-    const RowsKeys of_rows = keys_of_tokens(args, unit.request, {0, unit.request.tokens});
+    const RowsKeys of_rows = keys_of_tokens(
+        args, unit.request, kOne ? unit_tokens(args, unit.request, unit.row_tile) : Span{0, unit.request.tokens});
     work.seen = of_rows.seen;
     work.common = of_rows.common;
     work.begin = max32(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
@@ -230,15 +239,15 @@ struct DirectCta {
     return true;
   }
 
-  // Part `part` of `parts` of a unit, of about as many tiles as the others. args.plan.key_tile is kTokens.
-  __device__ __forceinline__ DirectWork part_of_unit(int index, int part, int parts) const {
+  // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its request's head. args.plan.key_tile is kTokens.
+  __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int part, int parts) const {
     Unit unit;
     unit.index = quotient(index, args.kv_heads);
     unit.head = index - unit.index * args.kv_heads;
-    unit.row_tile = 0;
+    unit.row_tile = row_tile;
     unit.position = 0;
     unit.request = request_of(args, unit.index);
-    unit.tiles = unit_tiles(args, unit.request, 0);
+    unit.tiles = unit_tiles(args, unit.request, row_tile);
     if (parts == 1) return work_of(unit, whole_segment(unit, 0));
     const int first = unit.tiles.begin, count = unit.tiles.end - first;
     const Span mine = {first + small_quotient(part * count, parts), first + small_quotient((part + 1) * count, parts)};
@@ -327,32 +336,45 @@ struct DirectCta {
         if (has_values(c)) values[i / 4][i % 4][c] = read_once<ValueRow::kBytes>(rows_from[i] + 128 * c);
   }
 
-  // By the last kStagingWarps, which have no tile of a short segment: the query's rows to shared memory, with zeros for
-  // padding, and the new tokens among the segment's, which also go to the caches. These by the threads that have the padding
-  // first: the latencies of both are one then, if there are not many rows.
-  static constexpr int kRowChunks = kWidth / 8;
-  static constexpr int kStagingThreads = kDirectRows * kRowChunks, kStagingWarps = kStagingThreads / 32;
-  static_assert(kStagingWarps <= kWarps);
+  // By the last kStagingWarps, which have no tile of a short segment where there are others: the query's rows to shared memory, with
+  // zeros for padding, and the new tokens among the segment's, which also go to the caches. These by the threads that have the
+  // padding first: the latencies of both are one then, if there are not many rows.
+  static constexpr int kRowChunks = kWidth / 8, kQueryChunks = kRows * kRowChunks;
+  static constexpr int kStagingWarps = kQueryChunks / 32 < kWarps ? kQueryChunks / 32 : kWarps;
+  static constexpr int kStagingThreads = 32 * kStagingWarps, kOfThread = kQueryChunks / kStagingThreads;
+  static_assert(kQueryChunks % kStagingThreads == 0);
+  using QueryChunks = uint4[kOfThread];
   __device__ __forceinline__ bool stages() const { return warp >= kWarps - kStagingWarps; }
   __device__ __forceinline__ int staging_thread() const { return (warp - (kWarps - kStagingWarps)) * 32 + lane; }
   __device__ __forceinline__ void stage(const DirectWork& work, int which) const {
-    store_query(work, which, read_query(work, kRope && args.rotary_half > 0));
+    QueryChunks x;
+    read_query(work, kRope && args.rotary_half > 0, x);
+    store_query(work, which, x);
   }
-  // A thread's 8 columns.
-  __device__ __forceinline__ uint4 read_query(const DirectWork& work, bool rotates) const {
-    const int row = staging_thread() / kRowChunks, column = staging_thread() % kRowChunks * 8;
-    if (row >= args.group * work.unit.request.tokens || !has_column(false, column)) return make_uint4(0, 0, 0, 0);
-    const RowPlace place = row_place(args, work.unit, row);
-    const T* const from = query_row<T>(args, work.unit, place);
-    if (rotates) return rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
-    return *reinterpret_cast<const uint4*>(from + column);
+  // A thread's chunks of 8 columns.
+  __device__ __forceinline__ void read_query(const DirectWork& work, bool rotates, QueryChunks& x) const {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int chunk = staging_thread() + i * kStagingThreads, column = chunk % kRowChunks * 8;
+      const int row = chunk / kRowChunks + (kOne ? work.unit.row_tile * kRows : 0);
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (row >= args.group * work.unit.request.tokens || !has_column(false, column)) continue;
+      const RowPlace place = row_place(args, work.unit, row);
+      const T* const from = query_row<T>(args, work.unit, place);
+      if (rotates) x[i] = rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
+      else x[i] = *reinterpret_cast<const uint4*>(from + column);
+    }
   }
-  __device__ __forceinline__ void store_query(const DirectWork& work, int which, uint4 x) const {
-    const int thread = staging_thread(), row = thread / kRowChunks, column = thread % kRowChunks * 8;
-    if constexpr (kNarrow) x = as_halves(x, work.unit.head, which, row, column);
-    *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
+  __device__ __forceinline__ void store_query(const DirectWork& work, int which, const QueryChunks& x) const {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int chunk = staging_thread() + i * kStagingThreads, row = chunk / kRowChunks, column = chunk % kRowChunks * 8;
+      uint4 query = x[i];
+      if constexpr (kNarrow) query = as_halves(query, work.unit.head, which, row, column);
+      *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = query;
+    }
     if constexpr (!kNarrow)
-      if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - thread);
+      if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - staging_thread());
   }
 
   // 8 columns of a row of the query times the keys' scales of these, over a power of two near the row's largest number.
@@ -441,9 +463,14 @@ struct DirectCta {
 #pragma unroll
     for (int m = 0; m < kWidth / 16; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) output[m][i] = 0.0f;
-    max[0] = max[1] = -INFINITY;
-    sum[0] = sum[1] = 0.0f;
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[m][n][i] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      max[n][0] = max[n][1] = -INFINITY;
+      sum[n][0] = sum[n][1] = 0.0f;
+    }
     if constexpr (kNarrow) lift[0] = lift[1] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
     int tile = first_tile(work);
     const int end = work.end;
@@ -455,7 +482,7 @@ struct DirectCta {
       const int following = last && !kOne ? first_tile(follows) : tile + kWarps * kTokens;
       const bool more = following < follows.read_end && !(kOne && last);
       if (more) prepare_reads(follows, following);
-      float s[kSlices][4];
+      Scores s;
       if (any) {
         if constexpr (!kNarrow)
           if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(work, which, tile);
@@ -478,38 +505,46 @@ struct DirectCta {
     else return shared.works[which];
   }
 
-  __device__ __forceinline__ void score_wide(int which, float (&s)[kSlices][4]) const {
+  __device__ __forceinline__ void score_wide(int which, Scores& s) const {
     const T* const query = &shared.staged[which][0][group()][8 * member()];
-    float other[kSlices][4];  // a second chain of sums
+    constexpr int kRowStride = kWidth + 8;
+    Scores other;  // a second chain of sums
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[slice][n][i] = other[slice][n][i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < KeyRow::kChunks; ++c) {
-      const uint4 q = *reinterpret_cast<const uint4*>(query + 32 * c);
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        const uint4 low = keys[slice][0][c], high = keys[slice][1][c];
-        const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
-        mma(T{}, s[slice], a, q.x, q.y);
-        mma(T{}, other[slice], b, q.z, q.w);
+      for (int n = 0; n < kBlocks; ++n) {
+        const uint4 q = *reinterpret_cast<const uint4*>(query + 8 * n * kRowStride + 32 * c);
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) {
+          const uint4 low = keys[slice][0][c], high = keys[slice][1][c];
+          const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+          mma(T{}, s[slice][n], a, q.x, q.y);
+          mma(T{}, other[slice][n], b, q.z, q.w);
+        }
       }
     }
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][i] += other[slice][i];
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[slice][n][i] += other[slice][n][i];
   }
 
-  __device__ __forceinline__ void score_narrow(int which, float (&s)[kSlices][4]) const {
+  __device__ __forceinline__ void score_narrow(int which, Scores& s) const {
     constexpr int kOfWord = kKeys == kInt4 ? 8 : 4, kWords = KeyRow::kBytes / 4;  // columns; words of a chunk
     const T* const query = &shared.staged[which][0][group()][kWords * kOfWord * member()];
-    float other[kSlices][4];
+    Scores other;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) s[slice][0][i] = other[slice][0][i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < KeyRow::kChunks; ++c)
 #pragma unroll
@@ -525,7 +560,7 @@ struct DirectCta {
 #pragma unroll
           for (int i = 0; i < kOfWord / 2; i += 2) {
             const uint32_t a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
-            mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice] : other[slice], a, of_query[i], of_query[i + 1]);
+            mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice][0] : other[slice][0], a, of_query[i], of_query[i + 1]);
           }
         }
       }
@@ -537,7 +572,7 @@ struct DirectCta {
         const float of_token = __shfl_sync(kFullWarp, key_scale, 16 * slice + 8 * r + group());
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          s[slice][2 * r + c] = (s[slice][2 * r + c] + other[slice][2 * r + c]) * (powers[c] * of_token);
+          s[slice][0][2 * r + c] = (s[slice][0][2 * r + c] + other[slice][0][2 * r + c]) * (powers[c] * of_token);
       }
   }
 
@@ -561,76 +596,87 @@ struct DirectCta {
   }
 
   // The online softmax of the tile's scores, and the sum of its values by these weights. gone: a bit for each token without a page.
-  __device__ __forceinline__ void online_softmax_pv(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) {
+  __device__ __forceinline__ void online_softmax_pv(const DirectWork& work, int begin, unsigned gone, Scores& s) {
     const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][i] *= scale;
-    if (args.softcap > 0.0f) {
+    const auto each = [&](auto&& change) {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[slice][i] = cap_logit(s[slice][i], args.softcap) * kLog2E;
-    }
+        for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) change(s[slice][n][i], slice, n, i);
+    };
+    each([&](float& x, int, int, int) { x *= scale; });
+    if (args.softcap > 0.0f) each([&](float& x, int, int, int) { x = cap_logit(x, args.softcap) * kLog2E; });
     if (begin < work.common.begin || begin + kTokens > work.common.end || gone != 0) {
+      const int first_row = kOne ? work.unit.row_tile * kRows : 0;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = 2 * member() + c;
-        const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
-        Span bounds = {0, 0};
-        if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
+      for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice)
+        for (int c = 0; c < 2; ++c) {
+          const int row = first_row + 8 * n + 2 * member() + c;
+          const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
+          Span bounds = {0, 0};
+          if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
-            if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][2 * r + c] = -INFINITY;
-          }
-      }
+          for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
+              if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][n][2 * r + c] = -INFINITY;
+            }
+        }
       clear_unseen(work, begin, gone);
     }
-    float top[2] = {-INFINITY, -INFINITY};
+    float top[kBlocks][2];
+    bool rises = false;
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
+    for (int n = 0; n < kBlocks; ++n) {
+      top[n][0] = top[n][1] = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[slice][i]);
-    if (__any_sync(kFullWarp, top[0] - max[0] > kRescaleAt || top[1] - max[1] > kRescaleAt)) {
+      for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = fmaxf(top[c], max[c]);
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-        const float factor = rescale(max[c], x);
-        max[c] = x;
-        sum[c] *= factor;
-        // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
-        // least power its row has next to no part in the output.
-        if (kNarrow && args.value_scales.kind == kPerToken) lift[c] = lift[c] * factor < 0x1p-120f ? 0.0f : lift[c] * factor;
-        else multiply_output(c, factor);
-      }
+        for (int i = 0; i < 4; ++i) top[n][i % 2] = fmaxf(top[n][i % 2], s[slice][n][i]);
+      rises = rises || top[n][0] - max[n][0] > kRescaleAt || top[n][1] - max[n][1] > kRescaleAt;
     }
-    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+    if (__any_sync(kFullWarp, rises)) {
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
+      for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[slice][i] = exp2_fast(s[slice][i] - base[i % 2]);
-        sum[i % 2] += s[slice][i];
-      }
+        for (int c = 0; c < 2; ++c) {
+          float x = fmaxf(top[n][c], max[n][c]);
+#pragma unroll
+          for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+          const float factor = rescale(max[n][c], x);
+          max[n][c] = x;
+          sum[n][c] *= factor;
+          // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
+          // least power its row has next to no part in the output.
+          if (kNarrow && args.value_scales.kind == kPerToken) lift[c] = lift[c] * factor < 0x1p-120f ? 0.0f : lift[c] * factor;
+          else multiply_output(n, c, factor);
+        }
+    }
+    each([&](float& x, int, int n, int i) {
+      x = exp2_fast(x - (max[n][i % 2] == -INFINITY ? 0.0f : max[n][i % 2]));
+      sum[n][i % 2] += x;
+    });
     if constexpr (kNarrow)
       if (args.value_scales.kind == kPerToken) lift_weights(s);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      const uint32_t p0 = transpose_matrix(pack_pair(Product{}, s[slice][0], s[slice][1]));
-      const uint32_t p1 = transpose_matrix(pack_pair(Product{}, s[slice][2], s[slice][3]));
-      if constexpr (kNarrow) add_values_narrow(slice, p0, p1);
-      else add_values_wide(slice, p0, p1);
+      uint32_t p[kBlocks][2];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        p[n][0] = transpose_matrix(pack_pair(Product{}, s[slice][n][0], s[slice][n][1]));
+        p[n][1] = transpose_matrix(pack_pair(Product{}, s[slice][n][2], s[slice][n][3]));
+      }
+      if constexpr (kNarrow) add_values_narrow(slice, p[0][0], p[0][1]);
+      else add_values_wide(slice, p);
     }
   }
 
   // The products of a slice's values with its weights.
-  __device__ __forceinline__ void add_values_wide(int slice, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add_values_wide(int slice, const uint32_t (&p)[kBlocks][2]) {
 #pragma unroll
     for (int c = 0; c < ValueRow::kChunks; ++c) {
 #pragma unroll
@@ -641,21 +687,22 @@ struct DirectCta {
         };
         const uint32_t a[4] = {__byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
                                __byte_perm(word(2), word(3), 0x5410), __byte_perm(word(2), word(3), 0x7632)};
-        mma(T{}, output[4 * c + w], a, p0, p1);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) mma(T{}, output[4 * c + w][n], a, p[n][0], p[n][1]);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply_output(int c, float by) {
+  __device__ __forceinline__ void multiply_output(int n, int c, float by) {
 #pragma unroll
     for (int m = 0; m < kWidth / 16; ++m) {
-      output[m][c] *= by;
-      output[m][2 + c] *= by;
+      output[m][n][c] *= by;
+      output[m][n][2 + c] *= by;
     }
   }
 
   // Multiplies the weights by their tokens' scales and divides them by lift, which rises where they would be large.
-  __device__ __forceinline__ void lift_weights(float (&p)[kSlices][4]) {
+  __device__ __forceinline__ void lift_weights(Scores& p) {
     float top[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
@@ -664,8 +711,8 @@ struct DirectCta {
         const float of_token = __shfl_sync(kFullWarp, value_scale, 16 * slice + 8 * r + group());
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          p[slice][2 * r + c] *= of_token;
-          top[c] = fmaxf(top[c], fabsf(p[slice][2 * r + c]));
+          p[slice][0][2 * r + c] *= of_token;
+          top[c] = fmaxf(top[c], fabsf(p[slice][0][2 * r + c]));
         }
       }
     if (__any_sync(kFullWarp, top[0] > lift[0] * kMostOverLift || top[1] > lift[1] * kMostOverLift)) {
@@ -675,7 +722,7 @@ struct DirectCta {
 #pragma unroll
         for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
         const float now = power_below(x);
-        multiply_output(c, lift[c] * inverse_power(now));
+        multiply_output(0, c, lift[c] * inverse_power(now));
         lift[c] = now;
       }
     }
@@ -683,7 +730,7 @@ struct DirectCta {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[slice][i] *= below[i % 2];
+      for (int i = 0; i < 4; ++i) p[slice][0][i] *= below[i % 2];
   }
 
   __device__ __forceinline__ void add_values_narrow(int slice, uint32_t p0, uint32_t p1) {
@@ -697,7 +744,7 @@ struct DirectCta {
 #pragma unroll
       for (int i = 0; i < kOfWord; i += 2) {  // two columns of two tokens each
         const uint32_t a[4] = {low[i], low[i + 1], high[i], high[i + 1]};
-        mma(__half{}, output[(kOfWord * w + i) / 2], a, p0, p1);
+        mma(__half{}, output[(kOfWord * w + i) / 2][0], a, p0, p1);
       }
     }
   }
@@ -705,23 +752,25 @@ struct DirectCta {
   // This warp's statistics and output to shared memory.
   __device__ __forceinline__ void store_to_shared() {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int row = 2 * member() + c;
-      float total = sum[c];
+    for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
-      if (row >= rows) continue;
-      if (lane < 4) {
-        shared.warp_max[row][warp] = max[c];
-        shared.warp_sum[row][warp] = total;
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * n + 2 * member() + c;
+        float total = sum[n][c];
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+        if (row >= rows) continue;
+        if (lane < 4) {
+          shared.warp_max[row][warp] = max[n][c];
+          shared.warp_sum[row][warp] = total;
+        }
+        float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + (kNarrow ? kWidth / 8 : 8) * group();
+        if constexpr (kNarrow) multiply_output(n, c, lift[c]);
+#pragma unroll
+        for (int m = 0; m < kWidth / 16; m += 2)
+          *reinterpret_cast<float4*>(to + (kNarrow ? 2 * m : m / 4 * 64 + m % 4 * 2)) =
+              make_float4(output[m][n][c], output[m][n][2 + c], output[m + 1][n][c], output[m + 1][n][2 + c]);
       }
-      float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + (kNarrow ? kWidth / 8 : 8) * group();
-      if constexpr (kNarrow) multiply_output(c, lift[c]);
-#pragma unroll
-      for (int m = 0; m < kWidth / 16; m += 2)
-        *reinterpret_cast<float4*>(to + (kNarrow ? 2 * m : m / 4 * 64 + m % 4 * 2)) =
-            make_float4(output[m][c], output[m][2 + c], output[m + 1][c], output[m + 1][2 + c]);
-    }
   }
 
   // The sum of all warps' parts, 4 columns of a row from d on.
@@ -885,25 +934,42 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 }
 
 // In shared memory of a CTA with one segment, before the warps' outputs [kWarps][rows][kScratchStride].
-template <class T, int kWidth, int kWarps, bool kCut>
+template <class T, int kWidth, int kRows, int kWarps, bool kCut>
 struct alignas(16) OneSegmentShared {
-  char inbox[kCut ? DirectTile<kWidth>::kInboxItems * kInboxItemBytes : 16];
-  T staged[1][3][kDirectRows][kWidth + 8];
-  float warp_max[kDirectRows][kWarps], warp_sum[kDirectRows][kWarps];
+  static constexpr int kInboxItems = inbox_items(kRows, kWidth);
+  char inbox[kCut ? kInboxItems * kInboxItemBytes : 16];
+  T staged[1][3][kRows][kWidth + 8];
+  float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
   uint64_t inbox_full;
-  bool absent[1][kDirectRows];
+  bool absent[1][kRows];
 };
 
-// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a whole unit or, kCut, one of the
-// parts of a unit that the CTAs of a cluster share, whatever the lengths are.
-template <class T, int kWidth, bool kPartial, int kWarps, bool kCut>
-__global__ void __launch_bounds__(32 * kWarps, kWarps < kDirectWarps ? kDirectWarps / kWarps : 1)
-    OneSegmentKernel(const __grid_constant__ DirectLaunch launch) {
-  using Shared = OneSegmentShared<T, kWidth, kWarps, kCut>;
-  using Cta = DirectCta<T, kWidth, true, kOfT, kOfT, kPartial, Shared, kWarps, true>;
+template <class T, int kWidth, int kRows>
+int one_segment_bytes(bool small, bool cut, int rows) {
+  constexpr int kSmall = one_segment_warps(kWidth, true), kLarge = one_segment_warps(kWidth, false);
+  const size_t fixed = small ? (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
+                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
+                             : (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, true>)
+                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, false>));
+  return static_cast<int>(fixed) + direct_scratch_bytes<kWidth>(small ? kSmall : kLarge, rows);
+}
+
+struct OneSegmentLaunch {
+  int32_t parts, row_tiles;  // of a unit, of a request's head
+  Args args;
+};
+
+// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or, kCut, one
+// of the parts of a unit that the CTAs of a cluster share, whatever the lengths are.
+template <class T, int kWidth, int kRows, bool kSmall, bool kCut>
+__global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
+    OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
+  constexpr int kWarps = one_segment_warps(kWidth, kSmall);
+  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
+  using Cta = DirectCta<T, kWidth, true, kOfT, kOfT, true, Shared, kWarps, true, kRows / 8>;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Cta::kTokens;
-  args.plan.row_tile = kDirectRows;
+  args.plan.row_tile = kRows;
   extern __shared__ __align__(16) char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   Cta cta{args,
@@ -911,12 +977,12 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < kDirectWarps ? kDirectWa
           reinterpret_cast<float*>(raw + sizeof(Shared)),
           static_cast<int>(threadIdx.x / 32),
           static_cast<int>(threadIdx.x % 32),
-          args.group * args.tokens};
-  if constexpr (kPartial) cta.clear_rows();
+          min32(args.group * args.tokens, kRows)};
+  cta.clear_rows();
   int index = blockIdx.x, part = 0, parts = 1;
   if constexpr (kCut) {
-    parts = launch.grid.cluster;
-    index = (blockIdx.x * launch.grid.parts_inverse) >> 20;
+    parts = launch.parts;
+    index = quotient(blockIdx.x, parts);
     part = blockIdx.x - index * parts;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) {
@@ -927,31 +993,37 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < kDirectWarps ? kDirectWa
     cluster_arrive();
 #endif
   }
-  const DirectWork work = cta.part_of_unit(index, part, parts);
+  int row_tile = 0;
+  if (launch.row_tiles > 1) {
+    const int head = quotient(index, launch.row_tiles);
+    row_tile = index - head * launch.row_tiles;
+    index = head;
+  }
+  const DirectWork work = cta.part_of_unit(index, row_tile, part, parts);
   // Rows of the query first: behind those of the caches they would queue.
   const bool rotates = args.rotary_half > 0;
-  uint4 query = make_uint4(0, 0, 0, 0);
-  if (cta.stages() && !rotates) query = cta.read_query(work, false);
+  typename Cta::QueryChunks query;
+  if (cta.stages() && !rotates) cta.read_query(work, false, query);
   cta.read_first(work);
   if (cta.stages()) {
-    if (rotates) query = cta.read_query(work, true);
+    if (rotates) cta.read_query(work, true, query);
     cta.store_query(work, 0, query);
   }
   __syncthreads();
   cta.run_segment(work, 0);
   cta.store_to_shared();
   __syncthreads();
-  const int own_rows = args.group * work.unit.request.rows;
+  const Span rows = unit_rows(args, work.unit.request, row_tile);
+  const int quads = args.value_width / 4, chunks = (rows.end - rows.begin) * quads;
   if constexpr (kCut) {
 #if __CUDA_ARCH__ >= 900
-    const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), DirectTile<kWidth>::kInboxItems,
+    const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Shared::kInboxItems,
                                 shared_address(&shared.inbox_full)};
-    const ClusterShare share = cluster_share(kPartial ? args.value_width : kWidth, {0, own_rows}, work.segment);
+    const ClusterShare share = cluster_share(args.value_width, rows, work.segment);
     cluster_wait();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own_rows * (kWidth / 4); i += 32 * kWarps) {
-      const int row = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
-      if (!cta.has_column(true, d)) continue;
+    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
+      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
       const auto x = cta.join_warps(row, d);
       send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
     }
@@ -959,11 +1031,10 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < kDirectWarps ? kDirectWa
 #endif
   } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own_rows * (kWidth / 4); i += 32 * kWarps) {
-      const int row = i / (kWidth / 4), d = i % (kWidth / 4) * 4;
-      if (!cta.has_column(true, d)) continue;
+    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
+      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
       const auto x = cta.join_warps(row, d);
-      write_row<T>(args, work.unit, row, d, x.output, x.max, x.sum);
+      write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum);
     }
   }
 }
@@ -974,10 +1045,6 @@ inline DirectGrid direct_grid(const Args& args) {
   return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
 }
 
-template <int kWidth>
-constexpr int direct_scratch_bytes(int warps, int rows) {
-  return warps * rows * DirectTile<kWidth>::kScratchStride * 4;
-}
 template <class T, int kWidth>
 int direct_shared_bytes(int rows) {
   return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + direct_scratch_bytes<kWidth>(kDirectWarps, rows);
@@ -1001,13 +1068,16 @@ auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
   return nullptr;
 }
 
-// How a launch cuts the work: as the plan says, by clusters where it may be, with fewer of the SMs where ranges are short (the caches
-// of T by OneSegmentKernel then); or a CTA a unit, none of which is cut, a large one or small ones of which an SM has several.
-enum class DirectCut { kPlan, kClusters, kClustersOfFew, kWholeUnits, kWholeUnitsOfFew };
-constexpr int kFewWarps = 4;
+// How a launch cuts the work: as the plan says, or by clusters where it may be, with fewer of the SMs where ranges are short.
+enum class DirectCut { kPlan, kClusters, kClustersOfFew };
 
 // args.plan holds the tile; kWidth: 64 or 128. Compiled by direct_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_direct(const Args& args, DirectCut cut, void* stream);
+
+// OneSegmentKernel by args.plan, for units of 8 rows or, of up to 128 columns, 16, and widths of up to 64, 128 or 256. Compiled by one_segment_launch.cu.in,
+// a source file a type.
+template <class T>
+int launch_one_segment(const Args& args, int width, void* stream);
 
 }  // namespace leanfleet::lean_attention

@@ -5,8 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <cmath>
-#include <cstdlib>
 #include <type_traits>
 
 #include "core/cuda_target.h"
@@ -334,6 +332,11 @@ bool takes_wgmma(const Args& args) {
          code_version(device) == 90;
 }
 
+bool has_clusters() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && code_version(device) >= 90;
+}
+
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
   if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;
@@ -414,7 +417,6 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
 constexpr int kShortPart = 128;                           // key tiles, measured
-constexpr int kWholeRounds = 4;                           // of units that are not cut: reads of a CTA
 
 }  // namespace
 
@@ -439,13 +441,14 @@ Args short_launch(const Args& args) {
 
 namespace {
 
-constexpr int kMergeRounds = 6;  // that a launch takes, measured
+constexpr int kMergeRounds = 12;  // that are worth a launch, measured
 
 // Whether a launch of its own merges the units: whether their last contributors might take longer. They read parts in rounds, 16 of 64
 // columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is no such launch.
-bool merges_apart(const Args& args, const Plan& plan) {
+bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   if (plan.row_tile <= 16 && plan.equal_parts > 1 && plan.equal_parts <= kMaxCluster) return false;
   const int64_t row_tiles = num_row_tiles(args, plan.row_tile), rows = min32(args.group * args.tokens, plan.row_tile);
+  if (args.kv_heads * row_tiles == 0) return false;
   // The most parts of a unit: those of one request's tiles, of which the later ones see twice as many keys as all on average.
   int64_t parts = (row_tiles > 1 ? 2 : 1) * plan.max_ranges / (args.kv_heads * row_tiles) + 1;
   const int64_t most = args.capacity / plan.key_tile / plan.min_range_work + 1;
@@ -453,23 +456,22 @@ bool merges_apart(const Args& args, const Plan& plan) {
   const int64_t rounds = plan.row_tile > 16 && !has_narrow_cache(args) && takes_wgmma(args)
                              ? ceil_div(rows, 64) * ceil_div(args.value_width, 128) * ceil_div(parts, 2)
                              : ceil_div(rows * ceil_div(args.value_width, 64), 8) * ceil_div(parts, 16);
-  static const char* const text = std::getenv("LEANFLEET_MERGE_ROUNDS");
-  return rounds > (text != nullptr ? std::atoi(text) : kMergeRounds);
+  return forced || rounds > kMergeRounds;
 }
 
 }  // namespace
 
-Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
+Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   Plan plan;
   plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
-  plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
+  plan.max_ranges = forced.ranges > 0 ? forced.ranges : sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
     plan.key_tile = kFloatTokens;
     plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
-    if (forced_ranges == 0) plan.max_ranges = 2 * sm_count;
-    plan.merge_apart = merges_apart(args, plan);
+    if (forced.ranges == 0) plan.max_ranges = 2 * sm_count;
+    plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
     return plan;
   }
   // The kernels for few rows count positions in 32 bits.
@@ -486,7 +488,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
     const bool wgmma = takes_wgmma(args);
     if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
-    if (wgmma && plan.row_tile > 16 && forced_ranges == 0) choose_dealing(args, plan);
+    if (wgmma && plan.row_tile > 16 && forced.ranges == 0) choose_dealing(args, plan);
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short; or where a part is read at once.
@@ -495,11 +497,15 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int64_t tiles = args.capacity / plan.key_tile;
   const bool read_at_once = plan.row_tile == kDirectRows && padded_width(args) <= 128 &&
                             args.capacity <= parts * direct_tokens(padded_width(args), has_narrow_cache(args));
-  if (forced_ranges == 0 && parts > 0 && tiles < 1 << 19 &&
+  if (forced.ranges == 0 && parts > 0 && tiles < 1 << 19 &&
       (read_at_once || busy * 20 >= int64_t{19} * sm_count ||
        (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
-  plan.merge_apart = merges_apart(args, plan);
+  plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
+  if (has_narrow_cache(args) || forced.ranges > 0) return plan;
+  const int width = padded_width(args);
+  const int way = forced.way == kAnyWay ? choose_one_segment(args, width, has_clusters(), sm_count) : forced.way;
+  if (way >= 0) return one_segment_plan(args, width, way, sm_count);
   return plan;
 }
 
@@ -517,19 +523,6 @@ int launch_float_of_half(Args args, cudaStream_t stream) {
   return for_type(args, [&](auto type) { return launch_float<decltype(type)>(args, false, stream); });
 }
 
-// Whether the direct kernel has a CTA for each unit, and which: where contexts are so short that cutting them would gain nothing, or
-// less than it costs because there are as many units as SMs. Not measured beyond the shapes of bench.kernels.attention_drawn.
-DirectCut whole_units(const Args& args) {
-  const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads, sms = args.plan.max_ranges;
-  if (has_narrow_cache(args) || args.plan.row_tile != kDirectRows || padded_width(args) > 128) return DirectCut::kPlan;
-  const int at_once = direct_tokens(padded_width(args), false), of_few = at_once / kDirectWarps * kFewWarps;
-  static const char* const text = std::getenv("LEANFLEET_WHOLE_ROUNDS");
-  const int rounds = text != nullptr ? std::atoi(text) : 8;
-  if (args.capacity <= of_few || (units > sms && args.capacity <= rounds * of_few)) return DirectCut::kWholeUnitsOfFew;
-  if (units <= sms && args.capacity <= (units > sms / 2 ? kWholeRounds : 1) * at_once) return DirectCut::kWholeUnits;
-  return DirectCut::kPlan;
-}
-
 // The kernel that args.plan asks for, and the merge of its units.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   const auto then_merge = [&](int error, bool scales_far = false) {
@@ -544,13 +537,10 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // contexts in one piece are read faster by TMA.
   const bool few_tokens =
       args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
-  const DirectCut whole = whole_units(args);
-  if (whole != DirectCut::kPlan) args.plan.merge_apart = false;
   const auto directly = [&] {
-    const DirectCut cut = whole != DirectCut::kPlan ? whole
-                          : clusters && few_tokens ? DirectCut::kClustersOfFew
-                          : clusters               ? DirectCut::kClusters
-                                                   : DirectCut::kPlan;
+    const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew
+                          : clusters             ? DirectCut::kClusters
+                                                 : DirectCut::kPlan;
     return then_merge(for_type(args, [&](auto type) {
       return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
                          : launch_direct<decltype(type), 128>(args, cut, stream);
@@ -560,6 +550,8 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     return args.plan.row_tile == kDirectRows ? directly() : then_merge(launch_narrow(args, max_shared_bytes, stream));
   }
+  if (by_16_bytes && args.plan.one_segment > 0)
+    return for_type(args, [&](auto type) { return launch_one_segment<decltype(type)>(args, width, stream); });
   const bool many_rows = args.plan.row_tile > 16, wgmma = many_rows && takes_wgmma(args);
   const Ring ring = ring_of(args, args.plan.row_tile, wgmma, max_shared_bytes);
   if (!by_16_bytes || ring.slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16)))
@@ -571,8 +563,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || whole != DirectCut::kPlan || args.cache_kind == kPaged))
-    return directly();
+  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || args.cache_kind == kPaged)) return directly();
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);

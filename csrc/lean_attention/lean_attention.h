@@ -61,6 +61,10 @@ struct Plan {
                               // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
   bool merge_apart = false;   // CUDA: a launch of its own merges units, in place of their last contributor; see merge.cu
+  int32_t one_segment =
+      0;  // CUDA: so many CTAs, a cluster if several, share a unit, whatever the lengths; 0: no such rule. See
+          // OneSegmentKernel
+  bool small_ctas = false;  // these are small
 };
 
 // A unit that a range begins and does not finish, for a merge apart.
@@ -156,8 +160,16 @@ void cut_for_cuda(Args& args);
 // The first launch of packed tokens with short_tokens: its batch, tokens and plan.
 Args short_launch(const Args& args);
 
-// How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
-Plan cuda_plan(const Args& args, int sm_count, int forced_ranges);
+// What tests and benchmarks ask of a plan.
+constexpr int kAnyWay = -2;
+struct ForcedPlan {
+  int ranges = 0;            // so many shares; 0: the plan's
+  int way = kAnyWay;         // of one_segment.h; -1: none of them
+  bool merge_apart = false;  // whatever it gains
+};
+
+// How CUDA cuts the work of a call of these shapes.
+Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced);
 
 // Writes the rotary embeddings of query and new_key to the scratch for them and makes these the arguments' query and
 // new_key, without a rotary embedding. Returns a cudaError_t.

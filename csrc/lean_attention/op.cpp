@@ -14,6 +14,7 @@
 #include "lean_attention/schedule.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
+#include "lean_attention/one_segment.h"
 #endif
 
 namespace leanfleet::lean_attention {
@@ -459,10 +460,17 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 }
 
 #ifdef LEANFLEET_CUDA
-// LEANFLEET_RANGES: another number of ranges than one an SM, for tests of the schedule on a device.
-int32_t forced_ranges() {
-  const char* text = std::getenv("LEANFLEET_RANGES");
-  return text != nullptr ? static_cast<int32_t>(std::clamp(std::atoi(text), 0, 1 << 16)) : 0;
+// For tests and benchmarks. LEANFLEET_RANGES: another number of ranges than one an SM. LEANFLEET_ONE_SEGMENT: a way of one_segment.h,
+// where it can be had, or -1 for none. LEANFLEET_MERGE_APART: 1 for merges by a launch of their own, whatever they gain.
+ForcedPlan forced_plan(const Args& args) {
+  ForcedPlan forced;
+  if (const char* text = std::getenv("LEANFLEET_RANGES"))
+    forced.ranges = static_cast<int>(std::clamp(std::atoi(text), 0, 1 << 16));
+  if (const char* text = std::getenv("LEANFLEET_ONE_SEGMENT"))
+    forced.way =
+        can_be_one_segment(args) ? std::clamp(std::atoi(text), -1, static_cast<int>(std::size(kOneSegmentWays)) - 1) : -1;
+  if (const char* text = std::getenv("LEANFLEET_MERGE_APART")) forced.merge_apart = std::atoi(text) != 0;
+  return forced;
 }
 
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
@@ -472,8 +480,8 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
   if (args.packed_tokens) cut_for_cuda(args);
-  args.plan = cuda_plan(args, target.sm_count, forced_ranges());
-  if (args.short_tokens > 0) args.short_plan = cuda_plan(short_launch(args), target.sm_count, forced_ranges());
+  args.plan = cuda_plan(args, target.sm_count, forced_plan(args));
+  if (args.short_tokens > 0) args.short_plan = cuda_plan(short_launch(args), target.sm_count, forced_plan(short_launch(args)));
   carve(args, ws);
   args.tickets = ws.sync<uint32_t>(std::max(args.plan.max_ranges, args.short_plan.max_ranges) + 1);
   if (args.rotary_half > 0) {

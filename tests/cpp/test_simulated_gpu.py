@@ -564,6 +564,19 @@ STRAIGHT = (
 )
 
 
+def assert_attention(found, inputs, attrs, what):
+    """At most twice what a plain implementation in the tensors' type loses, and a rounding."""
+    double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    exact = reference.lean_attention(**double, **attrs)
+    plain = reference.lean_attention(**inputs, **attrs, compute_dtype=inputs["query"].dtype)
+    for name, x, e, p in zip(found, found.values(), exact, plain, strict=True):
+        finite = e.isfinite()
+        assert torch.equal(finite, x.isfinite()), (name, what)
+        error, loses = ((y.double() - e)[finite].abs().max().item() for y in (x, p))
+        rounding = torch.finfo(x.dtype).eps * e[finite].abs().max().item()
+        assert error <= 2 * loses + rounding, (name, what, error, loses)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("append", (False, True))
@@ -579,15 +592,54 @@ def test_attention_over_rows_straight_into_registers(lean_attention, append, dty
             before = count()
             found = run({n: t if t is None else t.clone() for n, t in inputs.items()}, attrs)
             assert count() > before, "another kernel ran"
-            double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
-            exact = reference.lean_attention(**double, **attrs)
-            plain = reference.lean_attention(**inputs, **attrs, compute_dtype=dtype)
-            for name, x, e, p in zip(found, found.values(), exact, plain, strict=True):
-                finite = e.isfinite()
-                assert torch.equal(finite, x.isfinite()), (name, seed, variant)
-                error, loses = ((y.double() - e)[finite].abs().max().item() for y in (x, p))
-                rounding = torch.finfo(x.dtype).eps * e[finite].abs().max().item()
-                assert error <= 2 * loses + rounding, (name, seed, variant, error, loses)
+            assert_attention(found, inputs, attrs, (seed, variant))
+
+
+# The same for units of 8 and of 16 rows, one and several of a head, and wide rows.
+ONE_SEGMENT = (
+    (64, 64, (4, 2), 1, (1, 300, 65)),
+    (48, 56, (12, 2), 2, (70, 9)),
+    (96, 96, (5, 1), 8, (130, 0, 40)),
+    (128, 128, (8, 2), 6, (200, 33)),
+    (192, 128, (3, 1), 1, (90, 17)),
+    (256, 256, (6, 2), 7, (150,)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("append", (False, True))
+@pytest.mark.parametrize("way", (0, 1), ids=("small", "large"))
+def test_attention_of_one_segment_a_cta(lean_attention, lean_attention_library, monkeypatch, way, append, dtype):
+    run, count = lean_attention
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
+    for seed, (D, Dv, (H, Hkv), Nq, lens) in enumerate(ONE_SEGMENT):
+        variant = VARIANTS[(seed + append) % 3]
+        facts = dict(H=H, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, lens=lens, append=append, rotary=D // 4 * append, layout="bnhd")
+        lens_of_query = tuple(min(Nq, n) for n in lens)
+        options = dict(query_lens=lens_of_query, window=50 if seed % 3 == 2 else -1, sinks=seed % 2 == 1)
+        inputs, attrs = make_case(seed, variant, dtype, **facts, **options)
+        before, launched = count(), products(lean_attention_library, "launches")
+        found = run({n: t if t is None else t.clone() for n, t in inputs.items()}, attrs)
+        assert count() > before
+        assert products(lean_attention_library, "launches") == launched + 1, "another kernel ran"
+        assert_attention(found, inputs, attrs, (seed, variant))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
+@pytest.mark.parametrize("ranges, lens", ((150, (900, 30)), (300, (2100,)), (40, (350, 1, 0))))
+def test_attention_merged_by_a_launch_of_its_own(lean_attention, lean_attention_library, monkeypatch, dtype, ranges, lens):
+    """Units of few parts and of more than a CTA has warps."""
+    run, _ = lean_attention
+    monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
+    monkeypatch.setenv("LEANFLEET_MERGE_APART", "1")
+    facts = dict(H=12, Hkv=1, Nq=1, D=128, Dv=128) if dtype == torch.float32 else dict(H=8, Hkv=1, Nq=1, D=128, Dv=96)
+    inputs, attrs = make_case(ranges, "paged", dtype, lens=lens, **facts, sinks=True)
+    launched = products(lean_attention_library, "launches")
+    found = run(inputs, attrs)
+    assert products(lean_attention_library, "launches") == launched + 2
+    assert_attention(found, inputs, attrs, ranges)
 
 
 @pytest.mark.slow

@@ -454,9 +454,11 @@ def test_unaligned_tensors(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranges", (1, 2, 7, 131, 264))
-def test_number_of_ranges(monkeypatch, ranges, dtype):
+@pytest.mark.parametrize("apart", (False, True))
+def test_number_of_ranges(monkeypatch, apart, ranges, dtype):
     """Any number of shares, more than there are multiprocessors too: nobody waits for another block."""
     monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
+    monkeypatch.setenv("LEANFLEET_MERGE_APART", str(int(apart)))
     for seed, case in enumerate(
         (
             dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64),
@@ -471,6 +473,48 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
         for _ in range(3):
             again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
             assert all(same_bits(first[name], again[name]) for name in first)
+
+
+# D, Dv, heads, new tokens, lengths: units of 8 and of 16 rows, one and several of a head; some contexts longer than a round of reads.
+SHORT = (
+    (64, 64, (8, 4), 1, (1, 700, 65)),
+    (56, 40, (12, 2), 2, (370, 9)),
+    (96, 96, (5, 1), 8, (130, 0, 40, 900)),
+    (128, 128, (8, 2), 6, (600, 33)),
+    (192, 128, (3, 1), 1, (390, 17)),
+    (256, 256, (6, 2), 7, (350,)),
+    (128, 128, (16, 1), 8, (515, 64)),
+)
+
+
+@pytest.mark.parametrize("way", range(-1, 8))
+@pytest.mark.parametrize("append", (False, True))
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_way_of_short_contexts(monkeypatch, dtype, append, way):
+    """LEANFLEET_ONE_SEGMENT: a way of one_segment.h, of which some have clusters, or none of them."""
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
+    for seed, (D, Dv, (H, Hkv), Nq, lens) in enumerate(SHORT):
+        facts = dict(H=H, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, append=append, rotary=D // 4 * append)
+        options = dict(query_lens=tuple(min(Nq, n) for n in lens), window=50 if seed % 3 == 2 else -1, sinks=seed % 2 == 1)
+        inputs, attrs = make_case(seed, VARIANTS[seed % 3], dtype, lens, **facts, **options)
+        first = check(inputs, attrs)
+        again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+        assert all(same_bits(first[name], again[name]) for name in first)
+
+
+# Many rows and parts: a launch of its own merges the units, those of few parts and those of many.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D, H, Nq", ((256, 32, 8), (192, 16, 1), (128, 12, 16), (96, 71, 2), (64, 16, 1)))
+def test_units_merged_by_a_launch_of_its_own(dtype, D, H, Nq):
+    for seed, lens in enumerate(((14000, 64, 1), (5000,), (900, 0, 3000, 17, 64, 200))):
+        query_lens = tuple(min(Nq, n) for n in lens)
+        options = dict(softcap=30.0) if seed == 1 else dict(sinks=True)
+        inputs, attrs = make_case(
+            seed, VARIANTS[seed], dtype, lens, H=H, Hkv=1, Nq=Nq, D=D, Dv=D, query_lens=query_lens, **options
+        )
+        first = check(inputs, attrs)
+        again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+        assert all(same_bits(first[name], again[name]) for name in first)
 
 
 # Units that a device of 132 multiprocessors cuts into 2, 4, 8, 12, 13, 16 and 33 parts, if they are equal. Clusters are as large

@@ -76,7 +76,7 @@ struct Block {
 Block* block = nullptr;  // the CTA that runs: one at a time
 std::mutex launches;
 cudaError_t last_error = cudaSuccess;
-uint64_t products = 0, group_products = 0;
+uint64_t products = 0, group_products = 0, started = 0;
 std::map<void*, std::pair<std::string, size_t>> allocations;  // by address: name and bytes
 std::map<void*, size_t> opened;                               // those of other processes
 struct Cleaner {                                              // at the process's end
@@ -225,6 +225,7 @@ void wait_for_copies(size_t groups) {
 
 void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<void()>& thread) {
   const std::lock_guard<std::mutex> lock(launches);
+  ++started;
   const size_t count = static_cast<size_t>(threads.x) * threads.y * threads.z;
   if (count == 0 || count > 1024 || blocks.x == 0 || blocks.y == 0 || blocks.z == 0 || blocks.y > 65535 || blocks.z > 65535 ||
       shared_bytes > kMostShared) {
@@ -272,6 +273,7 @@ extern "C" {
 uint64_t leanfleet_simulated_products() { return simulated::products / simulated::kWarp; }
 // The same of wgmma.
 uint64_t leanfleet_simulated_group_products() { return simulated::group_products / simulated::kWarp; }
+uint64_t leanfleet_simulated_launches() { return simulated::started; }
 
 cudaError_t cudaGetLastError() { return std::exchange(simulated::last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return simulated::last_error; }

@@ -1,5 +1,5 @@
 // In place of the instances of LeanAttention's kernels for 16-bit caches, whose copies are not simulated: calls that would take
-// them fail. CTAs that read caches straight into registers are launched without clusters.
+// them fail. CTAs that read caches straight into registers are launched without clusters, and those with one segment have all of it.
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/narrow.h"
@@ -22,13 +22,30 @@ int launch_direct(const Args& args, DirectCut cut, void* stream) {
   } else {
     const auto kernel = direct_kernel<T, kWidth>(args);
     const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
-    DirectGrid grid = direct_grid(args);
-    grid.whole = cut == DirectCut::kWholeUnits;
-    const int ctas = grid.whole ? grid.units : args.plan.max_ranges;
-    kernel<<<ctas, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({grid, args});
+    kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
     return cudaGetLastError();
   }
 }
+
+template <class T, int kWidth, int kRows>
+int launch_rows(const Args& args, void* stream) {
+  const bool small = args.plan.small_ctas;
+  const auto kernel =
+      small ? OneSegmentKernel<T, kWidth, kRows, true, false> : OneSegmentKernel<T, kWidth, kRows, false, false>;
+  const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small);
+  const int bytes = one_segment_bytes<T, kWidth, kRows>(small, false, min32(args.group * args.tokens, kRows));
+  kernel<<<args.batch * args.kv_heads * row_tiles, threads, bytes, static_cast<cudaStream_t>(stream)>>>({1, row_tiles, args});
+  return cudaGetLastError();
+}
+template <class T>
+int launch_one_segment(const Args& args, int width, void* stream) {
+  const bool few = args.plan.row_tile == 8;
+  if (width == 64) return few ? launch_rows<T, 64, 8>(args, stream) : launch_rows<T, 64, 16>(args, stream);
+  if (width == 128) return few ? launch_rows<T, 128, 8>(args, stream) : launch_rows<T, 128, 16>(args, stream);
+  return launch_rows<T, 256, 8>(args, stream);
+}
+template int launch_one_segment<__half>(const Args&, int, void*);
+template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \

@@ -1,0 +1,130 @@
+// When LeanAttention's steps over short contexts run on OneSegmentKernel (direct_kernel.cuh), and how it cuts units: what each of a
+// few ways is expected to take, from what a host knows. No CUDA, so that tests have it too.
+//
+// The constants are fitted by python -m bench.kernels.one_segment on an H200; other devices run as its SMs do.
+#pragma once
+
+#include <cmath>
+#include <iterator>
+
+#include "lean_attention/schedule.h"
+
+namespace leanfleet::lean_attention {
+
+// Warps of a CTA, of which an SM has one, and of a small one.
+LEANFLEET_HD constexpr int one_segment_warps(int width, bool small) { return small ? 4 : width > 128 ? 8 : 12; }
+// Tokens that it reads at once.
+LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small) {
+  return one_segment_warps(width, small) * (width < 128 ? 32 : 16);
+}
+LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !small ? 1 : width > 128 ? 2 : 3; }  // of an SM
+// Rows of a unit.
+inline int one_segment_rows(int width, int rows) { return rows <= 8 || width > 128 ? 8 : 16; }
+
+struct OneSegmentWay {
+  bool small;
+  int parts;  // CTAs of a unit, a cluster if several
+};
+constexpr OneSegmentWay kOneSegmentWays[] = {{true, 1},  {false, 1}, {false, 2}, {false, 4},
+                                             {false, 8}, {true, 4},  {true, 8},  {true, 16}};
+
+// What the estimates take of a call. Where lengths are known on the device alone, contexts are on average expected to have so many
+// keys of those that there is room for, with units of which one may be long, and where the longest is cut as finely as the others:
+constexpr double kMeanOfWhole = 0.6, kMeanOfCut = 0.4;
+
+struct ShortCall {
+  int width;  // columns in all registers: 64, 128 or 256
+  int rows;   // of a request's key/value head
+  double units, keys,
+      megabytes;  // pairs of a request and a key/value head; keys of the longest context; of all if all are so long
+  bool known;     // they are
+};
+
+inline ShortCall short_call(const Args& args, int width) {
+  ShortCall call = {};
+  call.width = width;
+  call.rows = args.group * args.tokens;
+  call.units = static_cast<double>(args.batch) * args.kv_heads;
+  call.keys = args.capacity;
+  call.megabytes = call.units * call.keys * 2e-6 * (args.key_width + args.value_width);
+  call.known = args.seq_lens == nullptr && args.cache_kind == kDense;
+  return call;
+}
+
+// Rounds of reads that the CTAs of a unit take.
+inline double one_segment_rounds(const ShortCall& call, OneSegmentWay way) {
+  const double rounds = call.keys / (way.parts * one_segment_tokens(call.width, way.small));
+  return rounds < 1.0 ? 1.0 : rounds;
+}
+
+// Microseconds of OneSegmentKernel.
+inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
+  constexpr double kStart[] = {9.85, 9.63, 9.84, 10.67, 10.68, 10.95, 11.19, 13.04};
+  constexpr double kRound[2][3] = {{0.93, 1.07, 1.78}, {0.74, 1.07, 1.57}}, kNextCta[] = {4.66, 5.51};  // large and small CTAs
+  constexpr double kOfManyRows = 1.84;  // of a round, with units of 16 rows
+  const auto [small, parts] = kOneSegmentWays[way];
+  const int row_tile = one_segment_rows(call.width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
+  const int per_sm = one_segment_ctas(call.width, small);
+  // Clusters stand in groups of 16 SMs or some more.
+  const double slots = parts == 1 ? sm_count * per_sm : 16 * per_sm / parts * parts * (sm_count < 18 ? 1 : sm_count / 18);
+  const double waves = call.units * row_tiles * parts / slots, quantised = (waves + std::ceil(waves)) / 2;
+  const double rounds = one_segment_rounds(call, kOneSegmentWays[way]), mean = call.known ? 1.0 : kMeanOfWhole;
+  const double round = kRound[small][call.width == 64 ? 0 : call.width == 128 ? 1 : 2] * (row_tile > 8 ? kOfManyRows : 1.0);
+  const double each = std::fmax(rounds * mean, 1.0) * round + kNextCta[small];
+  const double through = waves > 1.0 ? quantised * each - kNextCta[small] : 0.0;
+  const double us = kStart[way] + std::fmax(rounds * round, through);
+  return std::fmax(us, call.megabytes * mean * (row_tiles - 1) / 15.3);
+}
+
+// Microseconds of the other kernels.
+inline double scheduled_us(const ShortCall& call, int sm_count) {
+  constexpr double kStart[] = {13.02, 24.68, 27.30, 19.27, 34.00}, kTile[] = {0.26, 0.02, 0.31, 0.39, 0.52};
+  constexpr double kNextUnit[] = {2.51, 5.28}, kUnknown = 4.02;
+  const bool wide = call.width > 128;
+  const double mean = call.known ? 1.0 : kMeanOfCut;
+  const int kind = wide ? (call.rows <= 8 ? 3 : 4) : call.rows <= 8 ? 0 : call.rows <= 16 ? 1 : 2;
+  const double row_tiles = call.rows > 64 && (kind == 2 || kind == 4) ? call.rows / 64.0 : 1.0;
+  const double tiles = call.units * call.keys * mean / 64 / sm_count * row_tiles, units = call.units / sm_count;
+  return kStart[kind] + std::fmax(call.megabytes * mean / 16.5, tiles * kTile[kind]) +
+         (units > 1.0 ? (units - 1.0) * kNextUnit[kind > 1] : 0.0) + (call.known ? 0.0 : kUnknown);
+}
+
+// Whether one of the ways can be had, whatever it takes. Of new tokens a CTA keeps as many as rows.
+inline bool can_be_one_segment(const Args& args) {
+  const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
+  const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
+  return rows <= 128 && (!args.append || args.tokens <= one_segment_rows(width, static_cast<int>(rows)));
+}
+
+// The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon. clusters: the device has them.
+inline int choose_one_segment(const Args& args, int width, bool clusters, int sm_count) {
+  constexpr double kMostCtas = 1 << 20, kMostRounds = 8.0, kNearly = 0.9;  // the estimates have seen too little beyond
+  if (!can_be_one_segment(args)) return -1;
+  const ShortCall call = short_call(args, width);
+  const int row_tile = one_segment_rows(width, call.rows);
+  double least = kNearly * scheduled_us(call, sm_count);
+  int chosen = -1;
+  for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
+    const int parts = kOneSegmentWays[way].parts;
+    if ((parts > 1 && !clusters) || call.units * ceil_div(call.rows, row_tile) * parts > kMostCtas ||
+        one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds)
+      continue;
+    const double us = one_segment_us(call, way, sm_count);
+    if (us < least) least = us, chosen = way;
+  }
+  return chosen;
+}
+
+// The plan of a way.
+inline Plan one_segment_plan(const Args& args, int width, int way, int sm_count) {
+  Plan plan = {};
+  plan.row_tile = one_segment_rows(width, args.group * args.tokens);
+  plan.key_tile = width < 128 ? 32 : 16;
+  plan.max_ranges = sm_count;
+  plan.min_range_work = 1;
+  plan.one_segment = kOneSegmentWays[way].parts;
+  plan.small_ctas = kOneSegmentWays[way].small;
+  return plan;
+}
+
+}  // namespace leanfleet::lean_attention
