@@ -113,14 +113,16 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[n][i])::"memory");
 }
 
-// The operands of 32, 64, 96 and 128 accumulators, from %0 on, as a text and as a list.
+// The operands of 32, 48, 64, 96 and 128 accumulators, from %0 on, as a text and as a list.
 #define LEANFLEET_NAMES_32                                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define LEANFLEET_NAMES_64                                                                       \
-  LEANFLEET_NAMES_32                                                                             \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LEANFLEET_NAMES_48 \
+  LEANFLEET_NAMES_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define LEANFLEET_NAMES_64 \
+  LEANFLEET_NAMES_48       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LEANFLEET_NAMES_96                                                                       \
   LEANFLEET_NAMES_64                                                                             \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
@@ -135,7 +137,7 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
       LEANFLEET_TILE(c, n + 4), LEANFLEET_TILE(c, n + 5), LEANFLEET_TILE(c, n + 6), LEANFLEET_TILE(c, n + 7)
 
 // The products of a warpgroup for one type, whose name in PTX is `name`:
-//   wgmma_rs          c[64xN] (+)= a[64x16] b[16xN] for N of 64, 128, 192 and 256, a in registers;
+//   wgmma_rs          c[64xN] (+)= a[64x16] b[16xN] for N of 64, 96, 128, 192 and 256, a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
 //   wgmma_ss          the same for N of 64 and 128 with a a tile too, both tiles with the summed index as columns; and c[64x8], where
 //                     kRowsSummed is of a's tile
@@ -148,6 +150,16 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
         "}, "                                                                                                                \
         "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                          \
         : LEANFLEET_TILES_8(c, 0)                                                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[12][4], const uint32_t (&a)[4], uint32_t b, int add) {           \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %53, 0;\nmov.b64 b, {%52, %55};\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32." name "." name " {" LEANFLEET_NAMES_48                                  \
+        "}, "                                                                                                                \
+        "{%48, %49, %50, %51}, b, p, 1, 1, %54;\n}"                                                                          \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILE(c, 8), LEANFLEET_TILE(c, 9), LEANFLEET_TILE(c, 10), LEANFLEET_TILE(c, 11)  \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
   }                                                                                                                          \
   template <bool kRowsSummed>                                                                                                \
@@ -215,6 +227,7 @@ LEANFLEET_WGMMA(__nv_bfloat16, "bf16")
 #undef LEANFLEET_NAMES_128
 #undef LEANFLEET_NAMES_96
 #undef LEANFLEET_NAMES_64
+#undef LEANFLEET_NAMES_48
 #undef LEANFLEET_NAMES_32
 
 }  // namespace hopper

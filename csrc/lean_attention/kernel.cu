@@ -567,7 +567,8 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
-  if (wgmma) loads.key_boxes = loads.value_boxes = ring.width / kBoxColumns;  // its products take all columns: zeros beyond D
+  if (wgmma)
+    loads.key_boxes = loads.value_boxes = ceil_div(ring.width, kBoxColumns);  // its products take all columns: zeros beyond D
   loads.stream_once = num_row_tiles(args) == 1 && (!args.packed_tokens || args.total_tokens <= args.requests);
   loads.slots = ring.slots;
   loads.clusters = clusters;

@@ -59,9 +59,9 @@ inline double one_segment_rounds(const ShortCall& call, OneSegmentWay way) {
 
 // Microseconds of OneSegmentKernel.
 inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
-  constexpr double kStart[] = {9.85, 9.63, 9.84, 10.67, 10.68, 10.95, 11.19, 13.04};
-  constexpr double kRound[2][3] = {{0.93, 1.07, 1.78}, {0.74, 1.07, 1.57}}, kNextCta[] = {4.66, 5.51};  // large and small CTAs
-  constexpr double kOfManyRows = 1.84;  // of a round, with units of 16 rows
+  constexpr double kStart[] = {9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08};
+  constexpr double kRound[2][3] = {{1.50, 1.20, 1.83}, {1.18, 1.13, 1.64}}, kNextCta[] = {4.13, 5.11};  // large and small CTAs
+  constexpr double kOfManyRows = 1.54;  // of a round, with units of 16 rows
   const auto [small, parts] = kOneSegmentWays[way];
   const int row_tile = one_segment_rows(call.width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
   const int per_sm = one_segment_ctas(call.width, small);
@@ -78,14 +78,14 @@ inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
 
 // Microseconds of the other kernels.
 inline double scheduled_us(const ShortCall& call, int sm_count) {
-  constexpr double kStart[] = {13.02, 24.68, 27.30, 19.27, 34.00}, kTile[] = {0.26, 0.02, 0.31, 0.39, 0.52};
-  constexpr double kNextUnit[] = {2.51, 5.28}, kUnknown = 4.02;
+  constexpr double kStart[] = {14.65, 20.50, 23.30, 22.67, 28.75}, kTile[] = {0.23, 0.02, 0.40, 0.34, 0.55};
+  constexpr double kNextUnit[] = {6.09, 5.57}, kUnknown = 5.90;
   const bool wide = call.width > 128;
   const double mean = call.known ? 1.0 : kMeanOfCut;
   const int kind = wide ? (call.rows <= 8 ? 3 : 4) : call.rows <= 8 ? 0 : call.rows <= 16 ? 1 : 2;
   const double row_tiles = call.rows > 64 && (kind == 2 || kind == 4) ? call.rows / 64.0 : 1.0;
   const double tiles = call.units * call.keys * mean / 64 / sm_count * row_tiles, units = call.units / sm_count;
-  return kStart[kind] + std::fmax(call.megabytes * mean / 16.5, tiles * kTile[kind]) +
+  return kStart[kind] + std::fmax(call.megabytes * mean / 19.0, tiles * kTile[kind]) +
          (units > 1.0 ? (units - 1.0) * kNextUnit[kind > 1] : 0.0) + (call.known ? 0.0 : kUnknown);
 }
 
@@ -98,17 +98,17 @@ inline bool can_be_one_segment(const Args& args) {
 
 // The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon. clusters: the device has them.
 inline int choose_one_segment(const Args& args, int width, bool clusters, int sm_count) {
-  constexpr double kMostCtas = 1 << 20, kMostRounds = 8.0, kNearly = 0.9;  // the estimates have seen too little beyond
+  // The estimates have seen too little beyond these.
+  constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kLeastKeys = 64, kMostRounds = 8.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
-  const int row_tile = one_segment_rows(width, call.rows);
+  const int row_tiles = ceil_div(call.rows, one_segment_rows(width, call.rows));
   double least = kNearly * scheduled_us(call, sm_count);
   int chosen = -1;
   for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
     const int parts = kOneSegmentWays[way].parts;
-    if ((parts > 1 && !clusters) || call.units * ceil_div(call.rows, row_tile) * parts > kMostCtas ||
-        one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds)
-      continue;
+    if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds) continue;
+    if (parts > 1 && (!clusters || call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
     const double us = one_segment_us(call, way, sm_count);
     if (us < least) least = us, chosen = way;
   }

@@ -26,8 +26,9 @@ struct WgmmaTile {
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 56;
   static constexpr int kThreads = 32 * (kConsumerWarps + 4);
-  static constexpr int kSlotBytes = kTokens * kWidth * 2;
-  static constexpr int kQueryBytes = kRows * kWidth * 2;
+  static constexpr int kStored = (kWidth + kBoxColumns - 1) / kBoxColumns * kBoxColumns;  // columns of a row in shared memory
+  static constexpr int kSlotBytes = kTokens * kStored * 2;
+  static constexpr int kQueryBytes = kRows * kStored * 2;
   static constexpr int kSlices = kTokens / 16;
   static constexpr int kSlotExtra = 16 + kSlices * 2;
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(Work)) + 16);
@@ -45,6 +46,7 @@ struct WgmmaTile {
 template <class F>
 auto for_wgmma_width(int columns, F&& launch) {
   if (columns <= 64) return launch(std::integral_constant<int, 64>{});
+  if (columns <= 96) return launch(std::integral_constant<int, 96>{});
   if (columns <= 128) return launch(std::integral_constant<int, 128>{});
   if (columns <= 192) return launch(std::integral_constant<int, 192>{});
   return launch(std::integral_constant<int, 256>{});
@@ -427,7 +429,7 @@ struct WarpgroupConsumer {
     if ((missing.x | missing.y | missing.z | missing.w) == 0 && begin >= seen.begin) {  // the last tokens: lines in a row
       const int first = (seen.end - begin) * 128 + thread * 16;
 #pragma unroll
-      for (int box = 0; box < kWidth / kBoxColumns; ++box)
+      for (int box = 0; box < Tile::kStored / kBoxColumns; ++box)
 #pragma unroll
         for (int i = 0; i < kTokens * 128; i += 128 * 16)
           if (first + i < kTokens * 128) store_16_bytes(to + box * kTokens * 128 + first + i, make_uint4(0, 0, 0, 0));
@@ -457,7 +459,7 @@ struct WarpgroupConsumer {
 
   // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line; of wide
   // rows also that kAcross chunks on.
-  static constexpr int kChunks = kWidth / 8, kAcross = kChunks % 16 == 0 ? 16 : 8, kRowsApart = 128 / kAcross;
+  static constexpr int kChunks = Tile::kStored / 8, kAcross = kChunks % 16 == 0 ? 16 : 8, kRowsApart = 128 / kAcross;
   static_assert(kRowsApart % 8 == 0, "the swizzle repeats after 8 lines");
   __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kAcross; }
   __device__ __forceinline__ int query_chunk() const { return lane % kAcross; }
@@ -579,8 +581,7 @@ struct WarpgroupConsumer {
   // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, of wide rows 4 of each 128, and the
   // statistics of one. As little code as can be: what runs once costs some five cycles an instruction.
   __device__ __forceinline__ void merge_rows(const Unit& unit, int first, int count) const {
-    constexpr int kLanes = kWidth < 128 ? kWidth / 4 : 32, kPer = 32 / kLanes, kAtOnce = 8,
-                  kApart = Tile::kConsumerWarps * kPer;
+    constexpr int kLanes = kWidth == 64 ? 16 : 32, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
     const Span rows = unit_rows(args, unit.request, unit.row_tile);
     int columns = args.value_width;
     asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
@@ -730,13 +731,14 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
     named_barrier(0, Tile::kThreads);
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kGroupRows * kWidth * 2, group, warp, lane};
+    WarpgroupConsumer<T, kWidth> consumer{args,  loads, ring, query + group * Tile::kGroupRows * Tile::kStored * 2,
+                                          group, warp,  lane};
     consumer.run();
   }
 #endif
 }
 
-// Launches the kernel for one element type and width (64, 128, 192 or 256, at least D and Dv); args.plan holds the tile. Compiled by
+// Launches the kernel for one element type and width (64, 96, 128, 192 or 256, at least D and Dv); args.plan holds the tile. Compiled by
 // wgmma_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
