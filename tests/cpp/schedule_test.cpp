@@ -16,18 +16,19 @@ using namespace leanfleet::lean_attention;
 
 std::string describe(const Args& args) {
   const Plan& plan = args.plan;
-  std::string text = "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
-                     " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
-                     " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
-                     " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
-                     " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
-                     " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
-                     " min=" + std::to_string(plan.min_range_work) + " equal_parts=" + std::to_string(plan.equal_parts) +
-                     " halved=" + std::to_string(plan.equal_halved);
+  std::string text =
+      "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
+      " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
+      " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
+      " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
+      " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
+      " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
+      " min=" + std::to_string(plan.min_range_work) + " equal_parts=" + std::to_string(plan.equal_parts) +
+      " halved=" + std::to_string(plan.equal_halved);
   for (int b = 0; b < args.batch; ++b) {
     const Request request = request_of(args, b);
-    text +=
-        " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," + std::to_string(request.tokens) + ")";
+    text += " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," +
+            std::to_string(request.tokens) + ")";
   }
   return text;
 }
@@ -61,7 +62,8 @@ void check_request(const Args& args, int b) {
   int64_t tokens = args.query_lens != nullptr ? args.query_lens[b] : args.tokens;
   tokens = tokens < 0 ? 0 : tokens > args.tokens ? args.tokens : tokens;
   tokens = tokens > keys ? keys : tokens;
-  require(request.start == start && request.keys == keys && request.tokens == tokens, "clamped lengths are wrong", args);
+  require(request.start == start && request.keys == keys && request.tokens == tokens,
+          "clamped lengths are wrong", args);
 }
 
 // Every row of packed tokens is in one piece, of its own request, at its own position.
@@ -120,11 +122,13 @@ void check_schedule(const Args& open) {
   const int64_t work = fill_work_prefix(args, prefix.data());
   const int ranges = num_ranges(args.plan, work);
   const int row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
-  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work, "number of ranges is out of bounds", args);
+  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work,
+          "number of ranges is out of bounds", args);
   require(work >= units || args.packed_tokens, "a unit has no place on the line", args);
   if (work == 0) return;
-  require(static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
-          "query tiles do not hold all rows", args);
+  require(
+      static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
+      "query tiles do not hold all rows", args);
 
   struct Visits {
     Span tiles;
@@ -137,11 +141,13 @@ void check_schedule(const Args& open) {
   int64_t least = work, most = 0;
 
   for (int range = 0; range < ranges; ++range) {
-    const int64_t begin = range_begin(work, ranges, range), end = range_begin(work, ranges, range + 1);
+    const int64_t begin = range_begin(work, ranges, range),
+                  end = range_begin(work, ranges, range + 1);
     require(begin < end, "a range is empty", args);
     least = end - begin < least ? end - begin : least;
     most = end - begin > most ? end - begin : most;
-    for (int64_t x : {begin, end - 1}) require(range_of(work, ranges, x) == range, "wrong owner of a position", args);
+    for (int64_t x : {begin, end - 1})
+      require(range_of(work, ranges, x) == range, "wrong owner of a position", args);
     if (work < int64_t{1} << 31 && ranges <= 1 << 16) {
       const int32_t narrow = static_cast<int32_t>(work);
       require(range_begin(narrow, ranges, range) == begin, "another begin in 32 bits", args);
@@ -149,25 +155,29 @@ void check_schedule(const Args& open) {
         require(range_of(narrow, ranges, static_cast<int32_t>(x)) == range, "wrong owner in 32 bits", args);
     }
     Unit unit = locate(args, prefix.data(), begin);
-    require(unit.position <= begin && begin < unit_end(args, unit), "the located unit does not hold it", args);
+    require(unit.position <= begin && begin < unit_end(args, unit), "the located unit does not hold it",
+            args);
     for (;;) {
       const Segment segment = segment_of(args, unit, work, ranges, range);
       const int id = (unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
-      require(unit.index < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
+      require(unit.index < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit",
+              args);
       if (segment.contributes) {
         Visits& seen = visits[id];
         require(segment.index == seen.contributors, "contributors are counted inconsistently", args);
         if (segment.index == 0) {
           seen = {unit.tiles, unit.tiles.begin, 0, segment.count, range};
         }
-        require(segment.count == seen.count && segment.index < segment.count, "contributors disagree on their count", args);
+        require(segment.count == seen.count && segment.index < segment.count,
+                "contributors disagree on their count", args);
         require(segment.tiles.begin == seen.next, "a tile is skipped or visited twice", args);
-        require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin, "a contributor has no tile",
-                args);
+        require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin,
+                "a contributor has no tile", args);
         seen.next = segment.tiles.end;
         ++seen.contributors;
         if (segment.count > 1) {
-          require(segment.slot == slot_of(seen.first, segment.index), "a slot is not where the merge looks", args);
+          require(segment.slot == slot_of(seen.first, segment.index), "a slot is not where the merge looks",
+                  args);
           require(segment.slot >= 0 && segment.slot < 2 * ranges, "a slot is out of bounds", args);
           require(slot_user[segment.slot] < 0, "a partial result is overwritten", args);
           slot_user[segment.slot] = id;
@@ -182,7 +192,8 @@ void check_schedule(const Args& open) {
     const int parts = args.plan.max_ranges / units;
     require(ranges == args.plan.max_ranges, "equal units have other than their ranges", args);
     for (int range = 0; range < ranges; ++range)
-      require(range_begin(work, ranges, range) == work / units * (range / parts) + work / units * (range % parts) / parts,
+      require(range_begin(work, ranges, range) ==
+                  work / units * (range / parts) + work / units * (range % parts) / parts,
               "equal units are cut in different places", args);
   }
 
@@ -210,8 +221,7 @@ void check_dealing(const Args& args) {
     const Span tiles = unit_tiles(args, request_of(args, unit.index), unit.row_tile);
     require(unit.tiles.begin == tiles.begin && unit.tiles.end == tiles.end, "other tiles than the unit's", args);
     require(places[(unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile]++ == 0, "a unit has two places", args);
-    const bool equal =
-        !args.packed_tokens && args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
+    const bool equal = !args.packed_tokens && args.seq_lens == nullptr && args.query_lens == nullptr && args.cache_kind != kRagged;
     if (args.plan.deal_heads < args.batch * args.kv_heads || !equal || args.window > 0 || args.tokens > args.capacity) continue;
     require(tiles.end - tiles.begin <= before, "units do not fall in size", args);
     before = tiles.end - tiles.begin;
@@ -300,7 +310,8 @@ int main() {
       for (int overhead : {0, 1, 3}) {
         const int32_t seq_lens[] = {length, 140, length};
         Args args = {};
-        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1, args.capacity = 140;
+        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1,
+        args.capacity = 140;
         args.seq_lens = seq_lens, args.causal = true;
         args.plan = {64, 16, overhead, ranges, 1, 0, false};
         check_schedule(args);
@@ -320,8 +331,8 @@ int main() {
     args.causal = pick(0, 1, 1) == 1;
     args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
     args.capacity = pick(1, 63, 64, 65, 200, 1000);
-    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96),         pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
-                 pick(1, 2, 10),       pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
+    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
+                 pick(1, 2, 10), pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
     std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
     const auto length = [&](int limit) {  // garbage included
       const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
@@ -333,8 +344,9 @@ int main() {
     for (int b = 0; b < args.batch; ++b) {
       seq_lens.push_back(same >= 0 ? same : length(args.capacity));
       query_lens.push_back(same >= 0 ? args.tokens : length(args.tokens));
-      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0 ? length(args.capacity)
-                                                 : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
+      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0
+                               ? length(args.capacity)
+                               : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
     }
     if (pick(0, 1, 1, 1) == 1) args.seq_lens = seq_lens.data();
     if (pick(0, 1) == 1) args.query_lens = query_lens.data();
@@ -384,7 +396,8 @@ int main() {
     std::vector<int32_t> seq_lens(64, 1 << 29);
     seq_lens[7] = 12345;
     Args args = {};
-    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1, args.capacity = 1 << 29;
+    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1,
+    args.capacity = 1 << 29;
     args.seq_lens = seq_lens.data(), args.causal = true;
     args.plan = {64, 16, 1, 264, 2, 0, false};
     check_schedule(args);

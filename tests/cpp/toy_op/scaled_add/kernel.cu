@@ -37,7 +37,8 @@ __global__ void AddKernel(Args args) {
   if (!last) return;
   __threadfence();
   if (args.total != nullptr)
-    for (int64_t r = threadIdx.x; r < args.rows; r += blockDim.x) args.total_out[r] = args.total[r] + __ldcg(args.partial + r);
+    for (int64_t r = threadIdx.x; r < args.rows; r += blockDim.x)
+      args.total_out[r] = args.total[r] + __ldcg(args.partial + r);
   if (threadIdx.x == 0) *args.arrivals = 0;
 }
 

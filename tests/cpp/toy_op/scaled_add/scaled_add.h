@@ -11,9 +11,9 @@ struct Args {
   void* output;
   const float* total;  // null: no totals are kept
   float* total_out;
-  float* partial;                      // [rows] scratch: the sum of each x[b,h,:,:]
-  uint32_t* arrivals;                  // [1] sync word of the CUDA kernel
-  int32_t dtype;                       // DType
+  float* partial;      // [rows] scratch: the sum of each x[b,h,:,:]
+  uint32_t* arrivals;  // [1] sync word of the CUDA kernel
+  int32_t dtype;       // DType
   int64_t rows, heads, tokens, width;  // rows = B * H
   int64_t batch_stride, head_stride, token_stride;
   float alpha;
