@@ -36,8 +36,8 @@ __device__ __forceinline__ bool is_far(float max) { return fabsf(max) >= 0x1p27f
 __device__ __forceinline__ float power_above(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
 }
-__device__ __forceinline__ float unit_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
-// The largest logit times log2(e) of a row with that maximum.
+__device__ __forceinline__ float multiplier_of(float max, float scale) { return is_far(max) ? power_above(scale) : scale; }
+// The largest logit times log2(e) of a row whose maximum, a product with that multiplier, is `max`.
 __device__ __forceinline__ float logit_of(float max, float scale) {
   return is_far(max) ? max * (scale / power_above(scale)) : max;
 }
@@ -623,8 +623,8 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 }
 
 // With plan.merge_apart: one thread of the range says at its begin that it cuts no unit, and the same thread which, where it is the
-// first of a unit's contributors. The merge may begin to be launched now: it waits for the end of all.
-__device__ __forceinline__ void note_no_cut(const Args& args, int range) {
+// first of a unit's contributors. The merge may be launched from now on: it waits for the end of all CTAs, so that nothing else has to.
+__device__ __forceinline__ void begin_cuts(const Args& args, int range) {
   args.cut_units[range] = {};
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

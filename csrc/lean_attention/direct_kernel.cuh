@@ -1,11 +1,11 @@
-// LeanAttention of up to 8 packed rows for float16 and bfloat16, without shared memory between the caches and the tensor
+// LeanAttention of few packed rows for float16 and bfloat16, without shared memory between the caches and the tensor
 // cores: each warp reads the keys and values of its own tokens straight into the registers that its products take. Rows of a
 // cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
 //
-// A CTA takes the segments of its range one after the other, or the unit of its number. Of a segment each warp has every 12th
-// tile of kTokens tokens; while it computes on one, the next, also of the next segment, is on its way. The products are
-// transposed, S^T = K Q^T and O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane
-// (g, t) = (lane / 4, lane % 4) holds
+// A CTA of DirectKernel takes the segments of its range one after the other. That of OneSegmentKernel, for short contexts, has one,
+// whose place it knows from its number; there units may have 16 rows, and a head several units. Of a segment the warps take tiles of
+// kTokens tokens in turn; while one computes on a tile, its next, also of the next segment, is on its way. The products are transposed,
+// S^T = K Q^T and O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
 //   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the
 //               product's definition, the same for the query
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
@@ -239,7 +239,7 @@ struct DirectCta {
     return true;
   }
 
-  // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its request's head. args.plan.key_tile is kTokens.
+  // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its head, among those of all requests. args.plan.key_tile is kTokens.
   __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int part, int parts) const {
     Unit unit;
     unit.index = quotient(index, args.kv_heads);
@@ -250,7 +250,7 @@ struct DirectCta {
     unit.tiles = unit_tiles(args, unit.request, row_tile);
     if (parts == 1) return work_of(unit, whole_segment(unit, 0));
     const int first = unit.tiles.begin, count = unit.tiles.end - first;
-    const Span mine = {first + small_quotient(part * count, parts), first + small_quotient((part + 1) * count, parts)};
+    const Span mine = {first + quotient(part * count, parts), first + quotient((part + 1) * count, parts)};
     return work_of(unit, {mine, true, part, parts, slot_of(0, part)});
   }
 
@@ -845,7 +845,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cta cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane, args.group * args.tokens};
   if constexpr (kPartial) cta.clear_rows();
-  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
+  if (args.plan.merge_apart && threadIdx.x == 0) begin_cuts(args, blockIdx.x);
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -945,7 +945,7 @@ struct alignas(16) OneSegmentShared {
 };
 
 template <class T, int kWidth, int kRows>
-int one_segment_bytes(bool small, bool cut, int rows) {
+constexpr int one_segment_bytes(bool small, bool cut, int rows) {
   constexpr int kSmall = one_segment_warps(kWidth, true), kLarge = one_segment_warps(kWidth, false);
   const size_t fixed = small ? (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
                                     : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
@@ -979,11 +979,11 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
           static_cast<int>(threadIdx.x % 32),
           min32(args.group * args.tokens, kRows)};
   cta.clear_rows();
-  int index = blockIdx.x, part = 0, parts = 1;
+  int unit = blockIdx.x, part = 0, parts = 1;
   if constexpr (kCut) {
     parts = launch.parts;
-    index = quotient(blockIdx.x, parts);
-    part = blockIdx.x - index * parts;
+    unit = quotient(blockIdx.x, parts);
+    part = blockIdx.x - unit * parts;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) {
       mbarrier_init(shared_address(&shared.inbox_full), 1);
@@ -993,13 +993,9 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
     cluster_arrive();
 #endif
   }
-  int row_tile = 0;
-  if (launch.row_tiles > 1) {
-    const int head = quotient(index, launch.row_tiles);
-    row_tile = index - head * launch.row_tiles;
-    index = head;
-  }
-  const DirectWork work = cta.part_of_unit(index, row_tile, part, parts);
+  const int head = launch.row_tiles > 1 ? quotient(unit, launch.row_tiles) : unit;  // of all requests
+  const int row_tile = unit - head * launch.row_tiles;
+  const DirectWork work = cta.part_of_unit(head, row_tile, part, parts);
   // Rows of the query first: behind those of the caches they would queue.
   const bool rotates = args.rotary_half > 0;
   typename Cta::QueryChunks query;

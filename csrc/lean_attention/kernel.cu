@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kFloatThreads) FloatKernel(const __grid_consta
   Args args = launch_args;
   args.plan.equal_parts = 0;  // the fallback for other types has the plan of their kernels
   extern __shared__ float shared[];
-  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
+  if (args.plan.merge_apart && threadIdx.x == 0) begin_cuts(args, blockIdx.x);
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
   if (args.append)
@@ -332,9 +332,14 @@ bool takes_wgmma(const Args& args) {
          code_version(device) == 90;
 }
 
-bool has_clusters() {
+OneSegmentDevice this_device(int sm_count) {
+  OneSegmentDevice found = {sm_count, false, 0};
   int device = 0;
-  return cudaGetDevice(&device) == cudaSuccess && code_version(device) >= 90;
+  if (cudaGetDevice(&device) != cudaSuccess) return found;
+  found.clusters = code_version(device) >= 90;
+  if (cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    found.shared_bytes = 0;
+  return found;
 }
 
 // Of a prompt's unit.
@@ -444,7 +449,8 @@ namespace {
 constexpr int kMergeRounds = 12;  // that are worth a launch, measured
 
 // Whether a launch of its own merges the units: whether their last contributors might take longer. They read parts in rounds, 16 of 64
-// columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is no such launch.
+// columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is no such launch,
+// forced or not.
 bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   if (plan.row_tile <= 16 && plan.equal_parts > 1 && plan.equal_parts <= kMaxCluster) return false;
   const int64_t row_tiles = num_row_tiles(args, plan.row_tile), rows = min32(args.group * args.tokens, plan.row_tile);
@@ -453,6 +459,7 @@ bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   int64_t parts = (row_tiles > 1 ? 2 : 1) * plan.max_ranges / (args.kv_heads * row_tiles) + 1;
   const int64_t most = args.capacity / plan.key_tile / plan.min_range_work + 1;
   if (parts > most) parts = most;
+  if (parts <= 1) return false;
   const int64_t rounds = plan.row_tile > 16 && !has_narrow_cache(args) && takes_wgmma(args)
                              ? ceil_div(rows, 64) * ceil_div(args.value_width, 128) * ceil_div(parts, 2)
                              : ceil_div(rows * ceil_div(args.value_width, 64), 8) * ceil_div(parts, 16);
@@ -502,9 +509,15 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
        (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
   plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
-  if (has_narrow_cache(args) || forced.ranges > 0) return plan;
+  // Pieces of prompts beside requests of few tokens keep the units of prompts: their rotary embedding comes before both launches.
+  const bool pieces = args.short_tokens > 0 && args.tokens != args.short_tokens;
+  if (has_narrow_cache(args) || pieces || forced.ranges > 0) return plan;
   const int width = padded_width(args);
-  const int way = forced.way == kAnyWay ? choose_one_segment(args, width, has_clusters(), sm_count) : forced.way;
+  const OneSegmentDevice device = this_device(sm_count);
+  int way = forced.way;
+  if (way == kAnyWay) way = choose_one_segment(args, width, device);
+  else if (way >= 0 && !can_take(device, width, one_segment_rows(width, static_cast<int>(rows)), kOneSegmentWays[way]))
+    way = -1;
   if (way >= 0) return one_segment_plan(args, width, way, sm_count);
   return plan;
 }

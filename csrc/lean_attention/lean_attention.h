@@ -61,9 +61,8 @@ struct Plan {
                               // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
   bool merge_apart = false;   // CUDA: a launch of its own merges units, in place of their last contributor; see merge.cu
-  int32_t one_segment =
-      0;  // CUDA: so many CTAs, a cluster if several, share a unit, whatever the lengths; 0: no such rule. See
-          // OneSegmentKernel
+  // CUDA: so many CTAs, a cluster if several, share a unit, whatever the lengths; 0: no such rule. See OneSegmentKernel.
+  int32_t one_segment = 0;
   bool small_ctas = false;  // these are small
 };
 
@@ -165,7 +164,7 @@ constexpr int kAnyWay = -2;
 struct ForcedPlan {
   int ranges = 0;            // so many shares; 0: the plan's
   int way = kAnyWay;         // of one_segment.h; -1: none of them
-  bool merge_apart = false;  // whatever it gains
+  bool merge_apart = false;  // whatever it gains, where units may be cut and clusters do not merge
 };
 
 // How CUDA cuts the work of a call of these shapes.

@@ -1,7 +1,7 @@
 // The merge of LeanAttention's cut units by a launch of its own. The last contributor of a unit reads all parts of it alone, one
 // round of loads after the other: with many rows and parts that takes longer than the attention. Here all SMs share them.
 //
-// 128 columns of a row are an item: of units of up to kWarps parts a warp's, of others a CTA's, each of whose warps has every
+// A CTA takes 128 columns of rows: of a unit of up to kWarps parts a row a warp, of others one row, of which each warp has every
 // kWarps-th part.
 #include <cuda_runtime.h>
 

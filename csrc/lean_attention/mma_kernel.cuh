@@ -618,7 +618,7 @@ struct TokenConsumer {
   RowBounds bounds[kBlocks][2];
 
   __device__ __forceinline__ void run() {
-    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
+    if (args.plan.merge_apart && warp == 0 && lane == 0) begin_cuts(args, blockIdx.x);
     RingPlace queued(0, kQueue);
     int turn = 0;  // which half of the warps has the next tile
 #pragma unroll 1
@@ -968,7 +968,7 @@ struct RowConsumer {
   RowBounds bounds[2];
 
   __device__ __forceinline__ void run() {
-    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
+    if (args.plan.merge_apart && warp == 0 && lane == 0) begin_cuts(args, blockIdx.x);
     RingPlace queued(0, kQueue);
 #pragma unroll 1
     for (;;) {

@@ -696,7 +696,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
                            warp - team * launch.team_warps,
                            args.key_scales.kind != kNoScale,
                            args.value_scales.kind != kNoScale};
-  if (args.plan.merge_apart && threadIdx.x == 0) note_no_cut(args, blockIdx.x);
+  if (args.plan.merge_apart && threadIdx.x == 0) begin_cuts(args, blockIdx.x);
   Range<int64_t> range;
   if (!locate_range(args, blockIdx.x, num_row_tiles(args), range)) return;
   for_each_share(args, range,

@@ -18,7 +18,13 @@ LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small) {
   return one_segment_warps(width, small) * (width < 128 ? 32 : 16);
 }
 LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !small ? 1 : width > 128 ? 2 : 3; }  // of an SM
-// Rows of a unit.
+// Bytes of shared memory of a CTA, at most.
+constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool cut) {
+  const int warps = one_segment_warps(width, small);
+  const int inbox = cut ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
+  return inbox + staged + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
+}
+// Rows of a unit. width: columns of a row, or of the registers for them.
 inline int one_segment_rows(int width, int rows) { return rows <= 8 || width > 128 ? 8 : 16; }
 
 struct OneSegmentWay {
@@ -28,16 +34,18 @@ struct OneSegmentWay {
 constexpr OneSegmentWay kOneSegmentWays[] = {{true, 1},  {false, 1}, {false, 2}, {false, 4},
                                              {false, 8}, {true, 4},  {true, 8},  {true, 16}};
 
-// What the estimates take of a call. Where lengths are known on the device alone, contexts are on average expected to have so many
-// keys of those that there is room for, with units of which one may be long, and where the longest is cut as finely as the others:
+// Where lengths are known on the device alone, the estimates count on so many keys of those that there is room for, on average: where
+// a unit may have more than others, and where a schedule evens that out.
 constexpr double kMeanOfWhole = 0.6, kMeanOfCut = 0.4;
 
+// What the estimates take of a call. A ragged cache has room for the keys of all in each context.
 struct ShortCall {
-  int width;  // columns in all registers: 64, 128 or 256
-  int rows;   // of a request's key/value head
-  double units, keys,
-      megabytes;  // pairs of a request and a key/value head; keys of the longest context; of all if all are so long
-  bool known;     // they are
+  int width;         // columns in all registers: 64, 128 or 256
+  int rows;          // of a request's key/value head
+  double units;      // pairs of a request and a key/value head
+  double keys;       // of a context, at most
+  double megabytes;  // of all, if all have so many
+  bool known;        // they have
 };
 
 inline ShortCall short_call(const Args& args, int width) {
@@ -62,6 +70,7 @@ inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
   constexpr double kStart[] = {9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08};
   constexpr double kRound[2][3] = {{1.50, 1.20, 1.83}, {1.18, 1.13, 1.64}}, kNextCta[] = {4.13, 5.11};  // large and small CTAs
   constexpr double kOfManyRows = 1.54;  // of a round, with units of 16 rows
+  constexpr double kAgainPerUs = 15.3;  // megabytes that the second and later units of a head read
   const auto [small, parts] = kOneSegmentWays[way];
   const int row_tile = one_segment_rows(call.width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
   const int per_sm = one_segment_ctas(call.width, small);
@@ -73,19 +82,19 @@ inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
   const double each = std::fmax(rounds * mean, 1.0) * round + kNextCta[small];
   const double through = waves > 1.0 ? quantised * each - kNextCta[small] : 0.0;
   const double us = kStart[way] + std::fmax(rounds * round, through);
-  return std::fmax(us, call.megabytes * mean * (row_tiles - 1) / 15.3);
+  return std::fmax(us, call.megabytes * mean * (row_tiles - 1) / kAgainPerUs);
 }
 
 // Microseconds of the other kernels.
 inline double scheduled_us(const ShortCall& call, int sm_count) {
   constexpr double kStart[] = {14.65, 20.50, 23.30, 22.67, 28.75}, kTile[] = {0.23, 0.02, 0.40, 0.34, 0.55};
-  constexpr double kNextUnit[] = {6.09, 5.57}, kUnknown = 5.90;
+  constexpr double kNextUnit[] = {6.09, 5.57}, kUnknown = 5.90, kReadPerUs = 19.0;  // megabytes
   const bool wide = call.width > 128;
   const double mean = call.known ? 1.0 : kMeanOfCut;
   const int kind = wide ? (call.rows <= 8 ? 3 : 4) : call.rows <= 8 ? 0 : call.rows <= 16 ? 1 : 2;
   const double row_tiles = call.rows > 64 && (kind == 2 || kind == 4) ? call.rows / 64.0 : 1.0;
   const double tiles = call.units * call.keys * mean / 64 / sm_count * row_tiles, units = call.units / sm_count;
-  return kStart[kind] + std::fmax(call.megabytes * mean / 19.0, tiles * kTile[kind]) +
+  return kStart[kind] + std::fmax(call.megabytes * mean / kReadPerUs, tiles * kTile[kind]) +
          (units > 1.0 ? (units - 1.0) * kNextUnit[kind > 1] : 0.0) + (call.known ? 0.0 : kUnknown);
 }
 
@@ -96,26 +105,39 @@ inline bool can_be_one_segment(const Args& args) {
   return rows <= 128 && (!args.append || args.tokens <= one_segment_rows(width, static_cast<int>(rows)));
 }
 
-// The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon. clusters: the device has them.
-inline int choose_one_segment(const Args& args, int width, bool clusters, int sm_count) {
+// What a device has.
+struct OneSegmentDevice {
+  int sm_count;
+  bool clusters;
+  int shared_bytes;  // of a CTA
+};
+
+inline bool can_take(const OneSegmentDevice& device, int width, int row_tile, OneSegmentWay way) {
+  return (way.parts == 1 || device.clusters) &&
+         one_segment_shared_bytes(width, row_tile, way.small, way.parts > 1) <= device.shared_bytes;
+}
+
+// The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon.
+inline int choose_one_segment(const Args& args, int width, const OneSegmentDevice& device) {
   // The estimates have seen too little beyond these.
   constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kLeastKeys = 64, kMostRounds = 8.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
-  const int row_tiles = ceil_div(call.rows, one_segment_rows(width, call.rows));
-  double least = kNearly * scheduled_us(call, sm_count);
+  const int row_tile = one_segment_rows(width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
+  double least = kNearly * scheduled_us(call, device.sm_count);
   int chosen = -1;
   for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
     const int parts = kOneSegmentWays[way].parts;
     if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds) continue;
-    if (parts > 1 && (!clusters || call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
-    const double us = one_segment_us(call, way, sm_count);
+    if (parts > 1 && (call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
+    if (!can_take(device, width, row_tile, kOneSegmentWays[way])) continue;
+    const double us = one_segment_us(call, way, device.sm_count);
     if (us < least) least = us, chosen = way;
   }
   return chosen;
 }
 
-// The plan of a way.
+// The plan of a way. max_ranges is for the kernel without tensor cores, which takes tensors that are not aligned.
 inline Plan one_segment_plan(const Args& args, int width, int way, int sm_count) {
   Plan plan = {};
   plan.row_tile = one_segment_rows(width, args.group * args.tokens);

@@ -89,7 +89,7 @@ struct WarpgroupConsumer {
   float max[2], sum[2];
 
   __device__ __forceinline__ void run() {
-    if (args.plan.merge_apart && warp == 0 && lane == 0) note_no_cut(args, blockIdx.x);
+    if (args.plan.merge_apart && warp == 0 && lane == 0) begin_cuts(args, blockIdx.x);
     RingPlace queued(0, kQueue);
     Output o;
     mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
@@ -255,7 +255,7 @@ struct WarpgroupConsumer {
       float most = fmaxf(top[c][0], top[c][1]);
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-      most *= unit_of(most * scale, scale);
+      most *= multiplier_of(most * scale, scale);
       const float in_use = most - max[c] > kRescaleAt ? most : max[c];
       factor[c] = rescale(max[c], in_use);
       max[c] = in_use;
@@ -266,7 +266,7 @@ struct WarpgroupConsumer {
   // Turns the logits of row c into weights and adds them up.
   template <int c>
   __device__ __forceinline__ void weigh(Scores& s, float scale) {
-    const float base = max[c] == -INFINITY ? 0.0f : -max[c], unit = unit_of(max[c], scale);
+    const float base = max[c] == -INFINITY ? 0.0f : -max[c], unit = multiplier_of(max[c], scale);
     float sums[2] = {sum[c], 0.0f};
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {

@@ -56,7 +56,7 @@ def choose(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def choose_way(tmp_path_factory):
-    """From (sm_count, clusters, B, Hkv, group, Nq, D, Dv, capacity, known, append) tuples to ways of one_segment.h, -1 for none."""
+    """From (sm_count, clusters, shared bytes, B, Hkv, group, Nq, D, Dv, capacity, known, append) tuples to ways of one_segment.h."""
     return compiled(tmp_path_factory.mktemp("choose"), "one_segment_test")
 
 
@@ -111,7 +111,7 @@ def test_ways_close_to_the_fastest(choose_way):
         known = row["lengths"] == "equal" and not row["block"]
         room = -(-row["longest"] // block) * block
         names = ("batch", "kv_heads", "group", "new", "key_width", "value_width")
-        calls.append((132, 1, *(row[name] for name in names), room, int(known), 0))
+        calls.append((132, 1, 232_448, *(row[name] for name in names), room, int(known), 0))
     over, gains = [], []
     for row, way in zip(rows, choose_way(calls), strict=True):
         us = row["us"].get(str(way), math.inf)
@@ -123,21 +123,24 @@ def test_ways_close_to_the_fastest(choose_way):
 
 
 def test_ways_of_any_call(choose_way):
-    """Within what the kernels take: no clusters where there are none, no more rows or new tokens than they hold."""
+    """Within what kernels and devices take: no clusters where there are none, no more rows, new tokens or shared memory than there is
+    room for."""
     calls = [
-        (sms, clusters, b, kv, group, n, d, d, capacity, known, append)
+        (sms, clusters, shared, b, kv, group, n, d, d, capacity, known, append)
         for sms in (1, 20, 132)
-        for clusters in (0, 1)
-        for b, kv, group in ((1, 1, 1), (0, 8, 4), (4096, 8, 16), (1, 32, 71))
-        for n in (0, 1, 9, 64, 1 << 20)
-        for d in (8, 80, 256)
-        for capacity in (0, 1, 500, 1 << 30)
+        for clusters, shared in ((0, 101_376), (1, 232_448))
+        for b, kv, group in ((1, 1, 1), (1, 8, 4), (4096, 8, 16), (1, 32, 71))
+        for n in (1, 4, 9, 64, 1 << 20)
+        for d in (8, 128, 256)
+        for capacity in (1, 512, 1 << 30)
         for known, append in ((0, 0), (1, 1))
     ]
     for call, way in zip(calls, choose_way(calls), strict=True):
-        _, clusters, _, _, group, n, d, _, capacity, _, append = call
+        _, clusters, shared, _, _, group, n, d, _, capacity, _, append = call
         assert -1 <= way < 8
         if way >= 0:
             assert group * n <= 128 and capacity < 1 << 30, call
             assert clusters or way in (0, 1), call
+            wide = 64 < d <= 128 and group * n > 8  # 16 rows of 12 warps' outputs of 132 floats
+            assert not (way == 1 and wide) or shared > 101_376, call
             assert not append or n <= (8 if group * n <= 8 or d > 128 else 16), call

@@ -505,7 +505,9 @@ def test_every_way_of_short_contexts(monkeypatch, dtype, append, way):
 # Many rows and parts: a launch of its own merges the units, those of few parts and those of many.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, H, Nq", ((256, 32, 8), (192, 16, 1), (128, 12, 16), (96, 71, 2), (64, 16, 1)))
-def test_units_merged_by_a_launch_of_its_own(dtype, D, H, Nq):
+def test_units_merged_by_a_launch_of_its_own(monkeypatch, dtype, D, H, Nq):
+    monkeypatch.setenv("LEANFLEET_MERGE_APART", "1")
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", "-1")
     for seed, lens in enumerate(((14000, 64, 1), (5000,), (900, 0, 3000, 17, 64, 200))):
         query_lens = tuple(min(Nq, n) for n in lens)
         options = dict(softcap=30.0) if seed == 1 else dict(sinks=True)

@@ -51,6 +51,8 @@ template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
   template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);    \
   template int launch_direct<T, kWidth>(const Args&, DirectCut, void*);
+template int launch_wgmma<__half, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
 LEANFLEET_INSTANCES(__half, 192)
