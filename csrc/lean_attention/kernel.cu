@@ -449,11 +449,10 @@ namespace {
 constexpr int kMergeRounds = 12;  // that are worth a launch, measured
 
 // Whether a launch of its own merges the units: whether their last contributors might take longer. They read parts in rounds, 16 of 64
-// columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is no such launch,
-// forced or not.
+// columns a warp, or on Hopper's kernel 2 of 8 rows. Where CTAs of a cluster may merge there is none, forced or not.
 bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   if (plan.row_tile <= 16 && plan.equal_parts > 1 && plan.equal_parts <= kMaxCluster) return false;
-  const int64_t row_tiles = num_row_tiles(args, plan.row_tile), rows = min32(args.group * args.tokens, plan.row_tile);
+  const int64_t row_tiles = num_row_tiles(args, plan.row_tile), rows = row_tiles > 1 ? plan.row_tile : args.group * args.tokens;
   if (args.kv_heads * row_tiles == 0) return false;
   // The most parts of a unit: those of one request's tiles, of which the later ones see twice as many keys as all on average.
   int64_t parts = (row_tiles > 1 ? 2 : 1) * plan.max_ranges / (args.kv_heads * row_tiles) + 1;

@@ -183,8 +183,7 @@ __global__ void __launch_bounds__(kThreads, kPerSm) MergeKernel(const __grid_con
 int launch_merge(const Args& args, bool scales_far, bool early, void* stream) {
   const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * num_row_tiles(args);
   const int64_t cut = units < args.plan.max_ranges ? units : args.plan.max_ranges;
-  const int64_t items =
-      cut * min32(args.group * args.tokens, args.plan.row_tile) * ((args.value_width + kColumns - 1) / kColumns);
+  const int64_t items = cut * min32(args.group * args.tokens, args.plan.row_tile) * ceil_div(args.value_width, kColumns);
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
