@@ -30,7 +30,7 @@ WAYS = (
     (True, 8),
     (True, 16),
 )  # small CTAs; CTAs of a unit
-MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS = 128, 40_000, 600e6, 8192
+MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS = 128, 40_000, 600e6, 8192, 64
 SMS, NEARLY, MOST_ROUNDS = 132, 0.9, 8.0
 MEAN_OF_WHOLE, MEAN_OF_CUT = 0.6, 0.4
 ONE_SEGMENT = {
@@ -70,11 +70,8 @@ def measure(shape, seed, rounds):
     from bench.kernels.timing import captured, times
 
     case, graphs, calls = Case(shape, seed), {}, {}
-    units, longest = shape["batch"] * shape["kv_heads"], max(shape["lens"])
-    for way in range(-1, len(WAYS)):
-        parts = 1 if way < 0 else WAYS[way][1]
-        if parts > 1 and (units * parts > MOST_CTAS or longest < 64 * parts):
-            continue
+    row = {k: v for k, v in shape.items() if k != "lens"} | {"keys": sum(shape["lens"]), "longest": max(shape["lens"])}
+    for way in [-1, *Short(row).ways()]:
         with mock.patch.dict("os.environ", LEANFLEET_ONE_SEGMENT=str(way)):
             calls[way] = case.ours()
             if wrong := case.check(calls[way]()):
@@ -82,8 +79,7 @@ def measure(shape, seed, rounds):
             torch.cuda.synchronize()
             graphs[str(way)] = captured(calls[way])
     us = {way: round(statistics.median(t), 2) for way, t in times(graphs, rounds).items()}
-    row = {k: v for k, v in shape.items() if k != "lens"}
-    return {**row, "keys": sum(shape["lens"]), "longest": longest, "us": us}
+    return {**row, "us": us}
 
 
 class Short:
@@ -98,6 +94,11 @@ class Short:
         self.megabytes = self.units * self.keys * 2e-6 * (row["key_width"] + row["value_width"])
         self.row_tile = 8 if self.rows <= 8 or self.kind == 2 else 16
         self.row_tiles = -(-self.rows // self.row_tile)
+
+    def ways(self):
+        """Those that may be taken."""
+        few = MOST_CTAS // self.units, self.keys // LEAST_KEYS
+        return [way for way, (_, parts) in enumerate(WAYS) if parts == 1 or parts <= min(few)]
 
     def rounds(self, way):
         small, parts = WAYS[way]
@@ -126,6 +127,13 @@ def scheduled(c, call):
     tiles, units = call.units * call.keys * mean / 64 / SMS * row_tiles, call.units / SMS
     us = c["start"][kind] + max(call.megabytes * mean / c["read"][0], tiles * c["tile"][kind])
     return us + max(units - 1, 0) * c["next_unit"][kind > 1] + (0.0 if call.known else c["unknown"][0])
+
+
+def chosen(ways, others, call):
+    """The way that the header takes with these constants, or -1."""
+    expected = {-1: NEARLY * scheduled(others, call)}
+    expected |= {way: one_segment(ways, call, way) for way in call.ways() if call.rounds(way) <= MOST_ROUNDS}
+    return min(expected, key=lambda way: expected[way])
 
 
 def descend(loss, constants):
@@ -166,13 +174,9 @@ def fit(rows):
         print(f"{name}: errors of {error:.1%}", {n: [round(x, 2) for x in values] for n, values in constants.items()})
     over, gains = [], []
     for call, us, best in calls:
-        expected = {-1: NEARLY * scheduled(others[0], call)}
-        for way in range(len(WAYS)):
-            if str(way) in us and call.rounds(way) <= MOST_ROUNDS:
-                expected[way] = one_segment(ways[0], call, way)
-        chosen = us[str(min(expected, key=lambda way: expected[way]))]
-        over.append(chosen / best)
-        gains.append(us["-1"] / chosen)
+        taken = us[str(chosen(ways[0], others[0], call))]
+        over.append(taken / best)
+        gains.append(us["-1"] / taken)
     print(f"{len(rows)} shapes: chosen over fastest {statistics.geometric_mean(over):.3f}, at worst {max(over):.2f}")
     print(f"other kernels over chosen {statistics.geometric_mean(gains):.3f}, at worst {min(gains):.2f}")
 

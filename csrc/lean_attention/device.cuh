@@ -27,6 +27,18 @@ constexpr float kRescaleAt = 8.0f;
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
 __device__ __forceinline__ float rescale(float part, float whole) { return part == -INFINITY ? 0.0f : exp2_fast(part - whole); }
 
+// Brings a row's maximum, of which the 8 lanes with this number modulo 4 have a part each, up to date; returns what its earlier weights
+// have to be multiplied with, as its sum is.
+__device__ __forceinline__ float raise_max(float top, float& max, float& sum) {
+  float x = fmaxf(top, max);
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+  const float factor = rescale(max, x);
+  max = x;
+  sum *= factor;
+  return factor;
+}
+
 // Kernels that scale logits as they subtract the maximum round once there, but the maximum has been rounded before. That changes all
 // weights of a row alike, by 2^4 at most where it is below 2^27; beyond they might overflow. A row that far has its products times a
 // power of two near the scale instead, which rounds nothing: distinct logits are 8 and more apart there, so that the largest counts

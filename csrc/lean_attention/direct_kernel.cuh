@@ -74,7 +74,7 @@ struct DirectRow {
 
 template <int kWidth, bool kNarrow = false>
 struct DirectTile {
-  static constexpr int kSlices = kNarrow ? 2 : kWidth < 128 ? 2 : 1;  // of 16 tokens
+  static constexpr int kSlices = kNarrow || kWidth < 128 ? 2 : 1;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
   static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
   static constexpr int kScratchStride = kWidth + 4;  // floats
@@ -239,7 +239,8 @@ struct DirectCta {
     return true;
   }
 
-  // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its head, among those of all requests. args.plan.key_tile is kTokens.
+  // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its head, among those of all requests.
+  // args.plan.key_tile is kTokens.
   __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int part, int parts) const {
     Unit unit;
     unit.index = quotient(index, args.kv_heads);
@@ -644,12 +645,7 @@ struct DirectCta {
       for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float x = fmaxf(top[n][c], max[n][c]);
-#pragma unroll
-          for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-          const float factor = rescale(max[n][c], x);
-          max[n][c] = x;
-          sum[n][c] *= factor;
+          const float factor = raise_max(top[n][c], max[n][c], sum[n][c]);
           // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
           // least power its row has next to no part in the output.
           if (kNarrow && args.value_scales.kind == kPerToken) lift[c] = lift[c] * factor < 0x1p-120f ? 0.0f : lift[c] * factor;

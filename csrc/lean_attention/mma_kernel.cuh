@@ -855,12 +855,7 @@ struct TokenConsumer {
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float x = fmaxf(top[n][c], max[n][c]);
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-        const float factor = rescale(max[n][c], x);
-        max[n][c] = x;
-        sum[n][c] *= factor;
+        const float factor = raise_max(top[n][c], max[n][c], sum[n][c]);
 #pragma unroll
         for (int d = 0; d < kWidth / 16; ++d) {
           output[d][n][c] *= factor;

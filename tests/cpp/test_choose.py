@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from leanfleet import spec
+from support.benchmarks import script
 from support.paths import ROOT
 
 ALGORITHM = next(a for a in spec.all_specs()["CausalLinearDecay"].attrs if a.name == "algorithm")
@@ -100,11 +101,9 @@ def test_close_to_the_fastest(choose):
     assert over[0][0] <= 1.15, over[:5]
 
 
-def test_ways_close_to_the_fastest(choose_way):
-    """At most 5% over the fastest way in geometric mean, and hardly ever slower than without these kernels, on random shapes timed
-    on an H200 that the constants were not fitted to."""
-    rows = json.loads((ROOT / "bench" / "results" / "one_segment_h200.json").read_text())["rows"]
-    assert len(rows) == 200
+def drawn_ways(choose_way, name):
+    """(a row of timed shapes, the way that the header takes), for each of the file's."""
+    rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["rows"]
     calls = []
     for row in rows:
         block = row["block"] or 1
@@ -112,14 +111,29 @@ def test_ways_close_to_the_fastest(choose_way):
         room = -(-row["longest"] // block) * block
         names = ("batch", "kv_heads", "group", "new", "key_width", "value_width")
         calls.append((132, 1, 232_448, *(row[name] for name in names), room, int(known), 0))
+    return list(zip(rows, choose_way(calls), strict=True))
+
+
+def test_ways_close_to_the_fastest(choose_way):
+    """At most 5% over the fastest way in geometric mean, and hardly ever slower than without these kernels, on random shapes timed
+    on an H200 that the constants were not fitted to."""
+    found = drawn_ways(choose_way, "one_segment_h200")
+    assert len(found) == 200
     over, gains = [], []
-    for row, way in zip(rows, choose_way(calls), strict=True):
+    for row, way in found:
         us = row["us"].get(str(way), math.inf)
         over.append(us / min(row["us"].values()))
         gains.append(row["us"]["-1"] / us)
     assert math.exp(sum(map(math.log, over)) / len(over)) <= 1.05
     assert math.exp(sum(map(math.log, gains)) / len(gains)) >= 1.15
     assert sum(gain < 0.9 for gain in gains) <= 0.03 * len(gains)
+
+
+@pytest.mark.parametrize("name", ("one_segment_h200", "one_segment_fit_h200", "one_segment_fit_many_rows_h200"))
+def test_the_script_that_fits_estimates_as_the_header(choose_way, name):
+    one_segment = script("kernels.one_segment")
+    for row, way in drawn_ways(choose_way, name):
+        assert way == one_segment.chosen(one_segment.ONE_SEGMENT, one_segment.SCHEDULED, one_segment.Short(row)), row
 
 
 def test_ways_of_any_call(choose_way):
