@@ -134,7 +134,7 @@ LEFT = {
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
     "vllm_h100": "the same",
     "falcon_h1_ours_h200": "our side of Falcon-H1's lines, states of 32 and 16 bits: models.vllm ours --drawn 0 --no-serving",
-    "attention_drawn_h200": "FlashInfer has kernels to compile first: kernels.attention_drawn OUT --compile, --seed b1a403a7",
+    "attention_drawn_h200": "FlashInfer has kernels to compile first: kernels.attention_drawn OUT --compile, --seed 4f4e2212",
 }
 
 

@@ -51,6 +51,7 @@ from leanfleet.step_sampler import Call, StepSampler
 
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
+PATIENCE = 1000  # steps of waiting that make up for a priority that is less by one
 
 
 @dataclass(eq=False)
@@ -66,6 +67,7 @@ class Request:
     adjustments: Adjustments = Adjustments()
     priority: int = 0
     arrival: int = 0
+    step: int = 0  # of the batch when it came
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token, log-probability), the likeliest first
@@ -75,6 +77,8 @@ class Request:
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
     state: int = NO_STATE  # its row in the pools of states while it runs
+    spare: int = NO_STATE  # another one, which has the state behind `held` tokens while a guess is tried
+    held: int = 0
     borders: list[bytes] = field(default_factory=list)  # of its text, where states may be shared
     marks: dict[int, bytes] = field(default_factory=dict)  # {tokens: name} of the borders at which its state will be kept
     chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
@@ -92,8 +96,8 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first, has the least."""
-        return -self.priority, self.arrival
+        """Who comes first, has the least. A greater priority counts as having come earlier, so that nobody waits for ever."""
+        return self.step - self.priority * PATIENCE, self.arrival
 
     def text(self, start: int, end: int) -> list[int]:
         """Tokens of prompt and answer."""
@@ -159,9 +163,14 @@ class Limits:
         """How many states are kept for others, in a decoder that has some or not."""
         return (self.max_requests if self.snapshots is None else self.snapshots) if self.share and linear else 0
 
+    @property
+    def own_rows(self) -> int:
+        """Rows of the pools of states that running requests have: one each, and another one where tokens are guessed."""
+        return self.max_requests * (2 if self.speculate else 1)
+
     def state_rows(self, linear: bool) -> int:
-        """Rows of the pools of states: one of zeros, one a request, and the kept ones."""
-        return 1 + self.max_requests + self.kept(linear)
+        """Rows of the pools of states: one of zeros, those of requests, and the kept ones."""
+        return 1 + self.own_rows + self.kept(linear)
 
     @property
     def result_rows(self) -> int:
@@ -192,14 +201,18 @@ class Batch(ABC):
         self.linear = any(is_state(name) for name in caches)
         self.speculate, self.result_rows = limits.speculate, limits.result_rows
         self._check_speculation(limits.speculate)
+        # Tokens of an answer in a step, in front of a guess and without one. A state that has seen a wrong guess is given up:
+        # what was right of it is read again with the next token, and at most so much that a guess may follow it.
+        self.longest_read = 1 + self.speculate if self.linear else 1
+        self.longest_answer = self.longest_read + self.speculate if self.linear else 1
         kept = limits.kept(self.linear)
         self.pool = PagePool(limits.pages, self.block, limits.share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
-        self.free_states = list(range(EMPTY + 1, 1 + self.max_requests))[::-1]
+        self.free_states = list(range(EMPTY + 1, 1 + limits.own_rows))[::-1]
         self.state_rows = limits.state_rows(self.linear)
-        self.snapshots = Snapshots(range(1 + self.max_requests, self.state_rows))
+        self.snapshots = Snapshots(range(1 + limits.own_rows, self.state_rows))
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: Launched | None = None  # the step that runs, where tokens are read a step behind
         self.earlier = self.max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need
@@ -232,11 +245,6 @@ class Batch(ABC):
         return self.exchange if self.exchange.device == self.device.kind else CudaStream(self.device.index)
 
     def _check_speculation(self, speculate: int) -> None:
-        if speculate and self.linear:
-            raise ValueError(
-                f"speculate is {speculate}, and {self.path} has layers with linear attention, whose states cannot give a wrong "
-                "guess back: leave it at 0"
-            )
         if speculate and not self.interface.of_any_row:
             raise ValueError(
                 f"speculate is {speculate}, and {self.path} gives one token of a request a step, as earlier versions wrote it: "
@@ -276,7 +284,8 @@ class Batch(ABC):
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
         default those of the model. Penalties and biases: as SampleTokens has them; a step in which a request has one runs
         sampler.onnx too. top_logprobs: how many most likely tokens Request.top_logprobs has for each token, up to 20.
-        priority: requests of a greater one begin first, and keep their pages longer.
+        priority: requests of a greater one begin first, and keep their pages longer; one that is greater by 1 counts as 1,000
+        steps (PATIENCE) of waiting, so that requests which come all the time do not keep others from their turn for ever.
         Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
         requests that the pool or the model's positions could never hold.
         """
@@ -294,7 +303,7 @@ class Batch(ABC):
         self.check_room(len(prompt), max_new_tokens)
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
-        request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1)
+        request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1, self.steps)
         told = {name: getattr(request, name) for name in ("prompt", "max_new_tokens", "priority")}
         with self._told("add", **told, stop_tokens=sorted(stop), **asdict(sampling), **asdict(adjustments)):
             self.arrivals += 1
@@ -362,9 +371,8 @@ class Batch(ABC):
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages, request.chain, request.marks = [], [], {}
-        if request.state != NO_STATE:
-            self.free_states.append(request.state)
-            request.state = NO_STATE
+        self.free_states += [row for row in (request.spare, request.state) if row != NO_STATE]
+        request.state = request.spare = NO_STATE
         if self.sampler is not None:
             self.sampler.end(request)
 
@@ -380,6 +388,8 @@ class Batch(ABC):
         so many blocks."""
         self._copy_state(EMPTY if snapshot is None else snapshot, self.free_states[-1])
         request.state = self.free_states.pop()
+        if self.speculate:
+            request.spare = self.free_states.pop()
         if self.snapshots.count:
             worth_it = self.snapshots.worth_it(request.borders, blocks)
             request.marks = {n * self.block: request.borders[n - 1] for n in worth_it}
@@ -452,10 +462,10 @@ class Batch(ABC):
         return not coming.isdisjoint(names)
 
     def _schedule(self) -> list[tuple[Request, int]]:
-        """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order. Takes the
-        pages that these need."""
+        """[(request, new tokens of it)] of this step: first answers, then prompts, in their order. Takes the pages that these
+        need."""
         budget, chosen = self.step_tokens, {}
-        for request in sorted(self.running, key=lambda r: (r.waiting > 1, r.order)):
+        for request in sorted(self.running, key=lambda r: (r.waiting > self.longest_answer, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
             if request.marks:  # no further than where its state is kept
                 count = min(count, min(request.marks) - request.cached)
@@ -483,7 +493,7 @@ class Batch(ABC):
         guesses: list[list[int]] = []
         for request, count in chosen:
             guess: list[int] = []
-            if request.lookup is not None and not adjusted and count == request.waiting == 1:
+            if request.lookup is not None and not (adjusted or request.marks) and count == request.waiting <= self.longest_read:
                 most = min(request.trust, room, request.max_new_tokens - len(request.tokens) - 1)
                 guess = request.lookup.guess(most) if most > 0 else []
             while len(request.pages) * self.block < request.cached + count + len(guess):
@@ -552,6 +562,10 @@ class Batch(ABC):
             [r.state for r, _ in chosen],
             [1 + len(guess) for guess in guesses],
         )
+        for (request, _), guess in zip(chosen, guesses, strict=True):
+            if guess and self.linear:
+                self._copy_state(request.state, request.spare)
+                request.held = request.cached
         self.turn = (self.turn + 1) % TURNS
         gets, top = [r.waiting == count for r, count in chosen], None
         adjusted = any(r.place is not None for r, _ in chosen)
@@ -572,7 +586,8 @@ class Batch(ABC):
             request.cached += count + len(guess)
             request.coming += given
             request.marks.pop(request.cached, None)
-            self._keep_full_pages(request)
+            if not (guess and self.linear):  # else these tokens may be read again, and nobody writes to a known page
+                self._keep_full_pages(request)
         return launched
 
     def _finish(self, launched: Launched) -> list[tuple[Request, int]]:
@@ -601,7 +616,7 @@ class Batch(ABC):
 
     def _take(self, request: Request, guess: list[int], tokens: list[int], logprobs: list[float]) -> None:
         """Gives a request its next token, and the one behind each guess that was right. Keys and values behind a wrong one are
-        none of it: the next step writes over them."""
+        none of it: the next step writes over them. States are those in front of the guess again."""
         right = -1
         for token, logprob in zip(tokens, logprobs, strict=True):
             right += 1
@@ -617,7 +632,10 @@ class Batch(ABC):
             if request.done or guess[right : right + 1] != [token]:
                 break
         if guess:
-            request.cached -= len(guess) - right
+            if right < len(guess) and self.linear:
+                request.state, request.spare, request.cached = request.spare, request.state, request.held
+            else:
+                request.cached -= len(guess) - right
             needed = -(-request.cached // self.block)
             self.pool.release(request.pages[needed:])
             del request.pages[needed:]

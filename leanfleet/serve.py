@@ -228,6 +228,11 @@ class Metrics:
         for name, text, value in (
             ("waiting_requests", "Requests without a place in the batch", lambda: engine().waiting),
             ("running_requests", "Requests in the batch", lambda: engine().running),
+            ("places", "Requests that may run at once", lambda: engine().batch.max_requests),
+            ("pool_bytes", "Memory of pages and states", lambda: engine().batch.pool_bytes),
+            ("state_bytes", "Memory of states, which linear layers have", lambda: engine().batch.state_bytes),
+            ("states", "States that this memory holds", lambda: engine().batch.state_rows if engine().batch.linear else 0),
+            ("page_tokens", "Tokens of a page", lambda: engine().batch.block),
             ("pages", "Pages of the pool", lambda: engine().batch.pool.count),
             ("pages_in_use", "Pages that requests have", lambda: engine().batch.pool.in_use),
             ("shared_prompt_tokens", "Tokens of prompts found in the pool, so far", lambda: engine().batch.shared_tokens),

@@ -377,20 +377,21 @@ class ContinuousBatch(Batch):
         self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
     ) -> _Captured:
         """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
-        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; those with
-        guesses for as many as their requests may have."""
+        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; those of
+        answers with guesses for as many tokens as these may have."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
-        if tokens == wanted > rows:  # guesses alone: a result of every token
-            rows = rounded(rows, self.max_requests)
-            tokens = wanted = min(rows * (1 + self.speculate), self.result_rows)
-        elif tokens > rows:
+        few = rounded(rows, self.max_requests)
+        if tokens == rows:
+            rows = tokens = wanted = few
+        elif tokens <= few * (self.longest_answer + self.speculate):
+            rows, wanted = few, min(few * (1 + self.speculate), self.result_rows)
+            tokens = min(few * (self.longest_answer + self.speculate), self.step_tokens)
+        else:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
-        else:
-            rows = tokens = wanted = rounded(rows, self.max_requests)
         key = tokens, rows, wanted, rounded(table, self.pool.count)
         if key not in captured:
             captured[key] = _Captured(self, *key, next(self.identities))

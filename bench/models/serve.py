@@ -2,10 +2,13 @@
 
     python -m bench.models.serve FOLDER [--rates 1,2,4,inf] [--requests 48] [--seed HEX] [--out F.json] [--options="..."]
 
-The server runs in a process of its own; the clients are OpenAI's, streaming, in this one. Requests come at random times (a
-Poisson process of so many a second; inf: all at once), with prompts and answers of lognormal lengths. All of them begin with
-the same system prompt of --system words; one server with shared beginnings and one with --no-share get the same requests, at
-each rate others. --options: of the server.
+The server runs in a process of its own, and its clients, which stream, in others that only count events: a client that parses
+them would be what is measured. Requests come at random times (a Poisson process of so many a second; inf: all at once), with
+prompts and answers of lognormal lengths. All of them begin with the same system prompt of --system words; one server with
+shared beginnings and one with --no-share get the same requests, at each rate others. --options: of the server.
+
+next_token_seconds: of each request, from its first token to its last over the tokens between. pause_seconds: between two events
+of a request; tokens that wait while an event is written are one. floor_seconds: see `floor`.
 
 FOLDER may be one that `bench.models.serving export --ways continuous` wrote: random weights are made here then, on the GPU if
 there is one, and where there is no tokenizer the folder gets one of made-up words, as many as the model has tokens.
@@ -16,6 +19,7 @@ import asyncio
 import datetime
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -23,10 +27,11 @@ import string
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
-import openai
 
 from bench.models.serving import GRAPHS, fill_randomly
 from leanfleet import native
@@ -34,6 +39,8 @@ from leanfleet.ort_ops.generation import load_tokenizer
 
 KEY = "bench"
 LETTERS = 5  # of a made-up word
+MACHINES = {"NVIDIA H200": (4.6e12, 790e12)}  # bytes a second of a pure read, operations a second of 16-bit products
+WEIGHT_BYTES = 2
 
 
 def prepared(folder):
@@ -73,40 +80,111 @@ def drawn_requests(tokenizer, count, system, seed, number=0):
     return [(f"{shared} {' '.join(own.choice(words, n))}", int(m)) for n, m in zip(prompts, answers, strict=True)]
 
 
-async def ask(client, model, prompt, count, at, start):
-    """(seconds to the first token, [seconds between tokens], when it ended)."""
-    await asyncio.sleep(max(start + at - time.perf_counter(), 0))
+async def ask(address, body, at):
+    """(seconds to the first token, [seconds between events], when it ended) of a request that is sent at this time."""
+    where = urlsplit(address)
+    await asyncio.sleep(max(at - time.perf_counter(), 0))
     asked, times = time.perf_counter(), []
-    stream = await client.completions.create(
-        model=model, prompt=prompt, max_tokens=count, temperature=0, stream=True, extra_body={"ignore_eos": True}
-    )
-    async for _ in stream:
-        times.append(time.perf_counter())
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    data = json.dumps(body).encode()
+    head = f"POST {where.path}/completions HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + data)
+    if b" 200 " not in (status := await reader.readline()):
+        raise RuntimeError(f"{status.decode().strip()}: {(await reader.read()).decode()[-300:]}")
+    last = b""
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+            last = line
+    writer.close()
+    made = json.loads(last[6:])["usage"]["completion_tokens"]
+    if made != body["max_tokens"]:
+        raise RuntimeError(f"{made} tokens came where {body['max_tokens']} were asked for")
+    times.pop()  # of the usage
     return times[0] - asked, np.diff(times).tolist(), times[-1]
 
 
-async def measure(address, model, requests, rate, seed):
-    """One line of results."""
-    client = openai.AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=600)
+def ask_all(pipe, address, work):
+    """What `ask` tells of each (body, time) of `work`, in a process of its own."""
+
+    async def asked():
+        return await asyncio.gather(*(ask(address, body, at) for body, at in work))
+
+    try:
+        pipe.send(asyncio.run(asked()))
+    except Exception as error:
+        pipe.send(error)
+
+
+def measure(address, model, requests, rate, seed, clients):
+    """One line of results. clients: processes that the requests are dealt to: one could not read all that a GPU writes."""
     gaps = np.random.default_rng(seed).exponential(1, len(requests))
     times = np.cumsum(gaps) / rate if np.isfinite(rate) else np.zeros(len(requests))
-    start = time.perf_counter()
-    async with client:
-        found = await asyncio.gather(*(ask(client, model, p, n, t, start) for (p, n), t in zip(requests, times, strict=True)))
+    start = time.perf_counter() + 1 + clients / 4  # the clock of all processes of a machine; they start first
+    settings = {"temperature": 0, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    work = [
+        ({"model": model, "prompt": p, "max_tokens": n} | settings, start + t)
+        for (p, n), t in zip(requests, times, strict=True)
+    ]
+    pipes = []
+    for i in range(clients):
+        ours, theirs = multiprocessing.Pipe()
+        multiprocessing.get_context("fork").Process(
+            target=ask_all, args=(theirs, address, work[i::clients]), daemon=True
+        ).start()
+        pipes.append(ours)
+    found = []
+    for pipe in pipes:
+        told = pipe.recv()
+        if isinstance(told, Exception):
+            raise told
+        found += told
+    counts = [n for i in range(clients) for _, n in requests[i::clients]]
     seconds = max(end for *_, end in found) - start
-    first, between = [f for f, *_ in found], [d for _, gaps, _ in found for d in gaps]
 
     def spread(values):
         return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
 
+    gaps = [gap for _, own, _ in found for gap in own]
     return {
         "rate": rate if np.isfinite(rate) else "all at once",
         "requests": len(requests),
         "seconds": seconds,
-        "tokens_per_second": sum(n for _, n in requests) / seconds,
-        "first_token_seconds": spread(first),
-        "next_token_seconds": spread(between),
+        "tokens_per_second": sum(counts) / seconds,
+        "first_token_seconds": spread([first for first, *_ in found]),
+        "next_token_seconds": spread([sum(own) / (n - 1) for (_, own, _), n in zip(found, counts, strict=True)]),
+        "pause_seconds": spread(gaps),
     }
+
+
+def memory(address, folder):
+    """Requests that run at once, and bytes of the weights, of a token's keys and values, and of a request's states."""
+    where = urlsplit(address)
+    call = urllib.request.Request(f"http://{where.netloc}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(call) as answer:
+        told = dict(re.findall(r"^leanfleet_(\w+) (\S+)$", answer.read().decode(), re.M))
+    places, pages, tokens, pools, states, rows = (
+        float(told[name]) for name in ("places", "pages", "page_tokens", "pool_bytes", "state_bytes", "states")
+    )
+    return {
+        "places": places,
+        "weights": sum(path.stat().st_size for path in folder.glob("*.data")),
+        "token": (pools - states) / (pages * tokens),
+        "state": states / rows if rows else 0,
+    }
+
+
+def floor(sizes, shared, held, bandwidth, flops):
+    """The fewest seconds of requests that are all there, for a machine that does nothing else: the weights are read for each
+    step of as many answers as have a place, keys, values and states for each token, and the tokens of prompts are multiplied.
+    sizes: [(tokens of the prompt, of the answer)]. shared: of the prompts, those that only one has to read."""
+    answers = sum(n for _, n in sizes)
+    steps = max(answers / held["places"], max(n for _, n in sizes))
+    seen = sum(n * size + n * (n - 1) / 2 for size, n in sizes)
+    moved = steps * held["weights"] + seen * held["token"] + 2 * answers * held["state"]
+    read = sum(size for size, _ in sizes) - shared * (len(sizes) - 1)
+    return moved / bandwidth + 2 * read * held["weights"] / WEIGHT_BYTES / flops
 
 
 def serving(folder, options):
@@ -134,7 +212,9 @@ def tell(share, line):
     print(
         f"{'shared' if share else 'apart ':6} {line['rate']!s:>11}: {line['tokens_per_second']:7.1f} tokens/s, "
         f"first token {first['median']:.3f} s (p99 {first['p99']:.3f}), "
-        f"next {1e3 * between['median']:.1f} ms (p99 {1e3 * between['p99']:.1f})",
+        f"next {1e3 * between['median']:.1f} ms (p99 {1e3 * between['p99']:.1f}), "
+        f"pauses up to {1e3 * line['pause_seconds']['p99']:.1f} ms (p99)"
+        + (f", {line['floor_seconds'] / line['seconds']:.2f} of the floor" if "floor_seconds" in line else ""),
         flush=True,
     )
 
@@ -146,24 +226,28 @@ def main():
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--system", type=int, default=200, help="words of the system prompt")
     parser.add_argument("--seed", default="0", help="hexadecimal")
+    parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 4)), help="processes that ask")
     parser.add_argument("--out")
     parser.add_argument("--options", type=shlex.split, default=[], help="of leanfleet serve, in quotes")
     args = parser.parse_args()
     seed, folder = int(args.seed, 16), prepared(Path(args.folder))
     tokenizer, rates = load_tokenizer(folder), [float(rate) for rate in args.rates.split(",")]
     work = [drawn_requests(tokenizer, args.requests, args.system, seed, n) for n in range(len(rates) + 1)]
-    sizes = [len(tokenizer(prompt)["input_ids"]) for requests in work[1:] for prompt, _ in requests]
-    answers = [n for requests in work[1:] for _, n in requests]
-    print(f"prompts of {np.mean(sizes):.0f} tokens, answers of {np.mean(answers):.0f} on average")
+    sizes = [[(len(tokenizer(prompt)["input_ids"]), n) for prompt, n in requests] for requests in work]
+    means = np.mean(np.concatenate(sizes[1:]), 0)
+    print(f"prompts of {means[0]:.0f} tokens, answers of {means[1]:.0f} on average")
     lines = []
     for share in (True, False):
         begun = time.perf_counter()
         process, model, address = serving(folder, [*args.options, *([] if share else ["--no-share"])])
         ready = time.perf_counter() - begun
         try:
-            asyncio.run(measure(address, model, work[0], np.inf, seed))  # warms it up
-            for rate, requests in zip(rates, work[1:], strict=True):
-                line = asyncio.run(measure(address, model, requests, rate, seed))
+            held = memory(address, folder)
+            measure(address, model, work[0], np.inf, seed, args.clients)  # warms it up
+            for rate, requests, counts in zip(rates, work[1:], sizes[1:], strict=True):
+                line = measure(address, model, requests, rate, seed, args.clients)
+                if np.isinf(rate) and (limits := MACHINES.get(device())):
+                    line["floor_seconds"] = floor(counts, share * args.system, held, *limits)
                 lines.append({"share": share, "ready_seconds": ready} | line)
                 tell(share, line)
         finally:
@@ -175,9 +259,11 @@ def main():
             "device": device(),
             "folder": os.path.basename(os.path.normpath(args.folder)),
             "seed": args.seed,
-            "prompt_tokens": sum(sizes) / len(rates),
+            "mean_prompt": means[0],
+            "mean_answer": means[1],
             "system_words": args.system,
             "options": args.options,
+            "bytes": held,
         }
         with open(args.out, "w") as file:
             json.dump({"facts": facts, "lines": lines}, file, indent=1)

@@ -196,8 +196,9 @@ def equal_share(first, second):
 def command_run(args):
     provider = [f"{args.provider}ExecutionProvider"]
     facts = json.loads((args.folder / "bench.json").read_text())
-    if "random" in facts:
+    if "random" in facts and not all((args.folder / GRAPHS[way] / "model.onnx.data").exists() for way in args.ways):
         fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu", args.ways)
+    facts.pop("random", None)
     vocabulary = json.loads((args.folder / GRAPHS["continuous"] / "leanfleet.json").read_text())["vocabulary"]
     work = requests(args.requests, args.prompt, args.answer, vocabulary)
     pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: args.batch])
@@ -211,7 +212,7 @@ def command_run(args):
         ways = {"padded": lambda w: padded(decoder, w, args.batch)} | ways
     joules = None
     if args.energy:
-        from end_to_end import energy_counter
+        from bench.models.end_to_end import energy_counter
 
         joules = energy_counter()
     report, answers = {}, {}

@@ -1,13 +1,16 @@
-"""An exported decoder beside vLLM on the same shapes, requests and GPU, by wall clock as a user of either sees it.
+"""An exported decoder beside vLLM, or onnxruntime-genai's engine, on the same shapes, requests and GPU, by wall clock as a user
+sees it.
 
     python -m bench.models.serving export DIR --shape llama-3.2-1b --dtype float16 --weightless --ways continuous
     python -m bench.models.vllm ours DIR OURS.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
-    python -m bench.models.vllm table OUT --ours OURS.json ... --vllm VLLM.json ...
+    python -m bench.models.vllm genai DIR GENAI.json [--seed HEX] [--drawn N]
+    python -m bench.models.vllm table OUT --ours OURS.json ... [--vllm VLLM.json ...] [--genai GENAI.json ...]
 
-`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md. ratio above 1 means
-that ours is faster. Weights are random on both sides (vLLM's load_format="dummy"), answers end at their length. Files are
-written after each line, so that a run that is stopped leaves what it has; a table has the lines that both sides have.
+`table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md; of
+onnxruntime-genai's engine "genai" and "genai_ratio". A ratio above 1 means that ours is faster. Weights are random on all sides
+(vLLM's load_format="dummy"), answers end at their length. Files are written after each line, so that a run that is stopped
+leaves what it has; a table has the lines of ours that a peer has too.
 
 --kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
 
@@ -22,8 +25,9 @@ rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson 
 Hybrids: states are float32 on both sides; of 16 bits, lines of the section "narrow states", where ours was exported and vLLM
 is run with --narrow-states. That is vLLM's default.
 
-Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching. Both have run each
-shape once before. The random lines are drawn from --seed. Medians of ROUNDS.
+Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching, onnxruntime-genai its
+Engine over PagedAttention, which has no CUDA graphs. All have run each shape once before. The random lines are drawn from
+--seed. Medians of ROUNDS.
 """
 
 import argparse
@@ -39,6 +43,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.models.genai_engine import Genai
 from bench.models.serving import config_of, fill_randomly, requests
 
 STEPS, ROUNDS = 256, 2
@@ -49,6 +54,11 @@ NARROW = "narrow states"
 LINES = [(1, 2000), (16, 2000), (64, 1000), (1, 30_000), (16, 8000)]  # (batch, context)
 PROFILED, PROFILED_STEPS = [(16, 2000), (1, 30_000)], 16
 NAMED = 10  # kernels of a line in the table
+# Of each peer: its name, and the names of its facts in results
+NAMES = {"vllm": "vLLM", "genai": "onnxruntime-genai"}
+RATIOS = {"vllm": "ratio", "genai": "genai_ratio"}
+MEANS = {"vllm": "geometric_means", "genai": "genai_geometric_means"}
+VERSIONS = {"vllm": "vllm", "genai": "onnxruntime_genai"}
 
 
 def shapes(seed, count=8):
@@ -66,7 +76,7 @@ class Ours:
         import torch
 
         facts = json.loads((folder / "bench.json").read_text())
-        if "random" in facts:
+        if "random" in facts and not (folder / "serving" / "model.onnx.data").exists():
             fill_randomly(folder, facts, "cuda", ["continuous"])
             torch.cuda.empty_cache()
         self.folder, self.batch, self.names = folder / "serving", None, {}
@@ -297,7 +307,8 @@ def measure(arguments):
     facts = json.loads((arguments.folder / "bench.json").read_text())
     model, ours = facts["model"], arguments.side == "ours"
     narrow = facts.get("narrow_states", False) if ours else arguments.narrow_states
-    engine = Ours(arguments.folder) if ours else Vllm(arguments.folder, model, narrow)
+    sides = {"ours": lambda: Ours(arguments.folder), "vllm": lambda: Vllm(arguments.folder, model, narrow)}
+    engine = (sides | {"genai": lambda: Genai(arguments.folder, model)})[arguments.side]()
     name = "kernels" if arguments.kernels else "rows"
     lines = [(*line, NARROW if narrow else section) for *line, section in shapes(arguments.seed, arguments.drawn)]
     serving = not arguments.no_serving
@@ -314,55 +325,79 @@ def measure(arguments):
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def compared(ours, theirs):
-    """Lines of the table from both sides' results, one of a model each."""
-    if len(devices := {side["device"] for side in (*ours, *theirs)}) > 1:
+def compared(ours, peers):
+    """Lines of the table from the sides' results, one of a model each. peers: {"vllm" or "genai": results}."""
+    sides = [*ours, *(side for results in peers.values() for side in results)]
+    if len(devices := {side["device"] for side in sides}) > 1:
         raise SystemExit(f"these results are of several devices, {', '.join(sorted(devices))}; compare those of one")
     places = ("kind", "model", "batch", "context", "section")
-    values = {tuple(row[k] for k in places): row["value"] for side in theirs for row in side.get("rows", ())}
+    values = {
+        (peer, *(row[k] for k in places)): row["value"]
+        for peer, results in peers.items()
+        for side in results
+        for row in side.get("rows", ())
+    }
     for row in (row for side in ours for row in side.get("rows", ())):
-        place = {k: row[k] for k in places}
-        if (their := values.get(tuple(place.values()))) is not None:
-            ratio = row["value"] / their if row["kind"] in ("serving", RATED) else their / row["value"]
-            yield {**place, "ours": row["value"], "vllm": their, "ratio": ratio}
+        place, found = {k: row[k] for k in places}, {}
+        for peer in peers:
+            if (their := values.get((peer, *place.values()))) is not None:
+                ratio = row["value"] / their if row["kind"] in ("serving", RATED) else their / row["value"]
+                found |= {peer: their, RATIOS[peer]: ratio}
+        if found:
+            yield {**place, "ours": row["value"], **found}
 
 
 def table(arguments):
-    ours, theirs = ([json.loads(path.read_text()) for path in paths] for paths in (arguments.ours, arguments.vllm))
-    facts = {k: v for side in (*reversed(theirs), *reversed(ours)) for k, v in side.items() if k not in ("rows", "kernels")}
-    lines = list(compared(ours, theirs))
+    named = {"ours": arguments.ours, "vllm": arguments.vllm, "genai": arguments.genai}
+    results = {name: [json.loads(path.read_text()) for path in paths] for name, paths in named.items() if paths}
+    everyone = [(name, side) for name, sides in results.items() for side in sides]
+    facts = {k: v for _, side in reversed(everyone) for k, v in side.items() if k not in ("rows", "kernels")}
+    peers = {name: sides for name, sides in results.items() if name != "ours"}
+    lines = list(compared(results["ours"], peers))
     means = {
-        kind: statistics.geometric_mean(line["ratio"] for line in lines if line["kind"] == kind)
-        for kind in dict.fromkeys(line["kind"] for line in lines)
+        peer: {
+            kind: statistics.geometric_mean(line[RATIOS[peer]] for line in lines if line["kind"] == kind and peer in line)
+            for kind in dict.fromkeys(line["kind"] for line in lines if peer in line)
+        }
+        for peer in peers
     }
-    sides = [("ours", side) for side in ours] + [("vllm", side) for side in theirs]
-    traced = [{"side": name, **row} for name, side in sides for row in side.get("kernels", ())]
-    report = {**facts, "geometric_means": means, "lines": lines, "kernels": traced}
+    traced = [{"side": name, **row} for name, side in everyone for row in side.get("kernels", ())]
+    told = {MEANS[peer]: found for peer, found in means.items()}
+    report = {**facts, **told, "lines": lines, "kernels": traced}
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(text(report))
 
 
 def text(report):
     """The tables in Markdown."""
-    title = f"# Beside vLLM\n\n{report['device']}, {report['date']}, onnxruntime {report['onnxruntime']}, vLLM {report['vllm']}"
-    return title + ((line_table(report) if report["lines"] else ".\n") + "".join(map(kernel_table, report.get("kernels", ()))))
+    peers = [peer for peer in NAMES if MEANS[peer] in report]
+    versions = "".join(f", {NAMES[peer]} {report[VERSIONS[peer]]}" for peer in peers)
+    title = f"# Beside {' and '.join(NAMES[p] for p in peers)}\n\n{report['device']}, {report['date']}"
+    title += f", onnxruntime {report['onnxruntime']}{versions}"
+    return title + (
+        (line_table(report, peers) if report["lines"] else ".\n") + "".join(map(kernel_table, report.get("kernels", ())))
+    )
 
 
-def line_table(report):
+def line_table(report, peers):
+    heads = "".join(f" {NAMES[peer]} | ratio |" for peer in peers)
     lines = [
         f", random lines of seed {report['seed']}. Steps and prompts in milliseconds, serving in answer tokens a second.\n",
-        "| kind | model | batch | context | section | ours | vLLM | ratio |\n" + "|---" * 8 + "|",
+        f"| kind | model | batch | context | section | ours |{heads}\n" + "|---" * (6 + 2 * len(peers)) + "|",
     ]
     for line in report["lines"]:
-        values = f"{line['ours']:.2f} | {line['vllm']:.2f} | {line['ratio']:.2f}"
+        cells = [f"{line[peer]:.2f} | {line[RATIOS[peer]]:.2f}" if peer in line else " | " for peer in peers]
         place = f"{line['kind']} | {line['model']} | {line['batch']} | {line['context']} | {line['section']}"
-        lines.append(f"| {place} | {values} |")
-    means = ", ".join(f"{kind} {mean:.3f}" for kind, mean in report["geometric_means"].items())
-    return "\n".join([*lines, f"\nGeometric means: {means}; above 1, ours is faster."]) + "\n"
+        lines.append(f"| {place} | {line['ours']:.2f} | {' | '.join(cells)} |")
+    for peer in peers:
+        means = ", ".join(f"{kind} {mean:.3f}" for kind, mean in report[MEANS[peer]].items())
+        beside = f" beside {NAMES[peer]}" if len(peers) > 1 else ""
+        lines.append(f"\nGeometric means{beside}: {means}; above 1, ours is faster.")
+    return "\n".join(lines) + "\n"
 
 
 def kernel_table(row):
-    side = {"ours": "ours", "vllm": "vLLM"}[row["side"]]
+    side = {"ours": "ours", **NAMES}[row["side"]]
     lines = [
         f"\n## {side}: {row['kind']} of {row['model']}, {row['batch']} x {row['context']}\n",
         f"Kernels and copies take {row['ms']:.3f} ms.\n\n| ms | launches | kernel |\n|---|---|---|",
@@ -375,7 +410,7 @@ def kernel_table(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for side in ("ours", "vllm"):
+    for side in ("ours", "vllm", "genai"):
         command = commands.add_parser(side)
         command.add_argument("folder", type=Path)
         command.add_argument("out", type=Path)
@@ -388,10 +423,15 @@ def main():
         command.set_defaults(run=measure, side=side)
     command = commands.add_parser("table")
     command.add_argument("out", type=Path)
-    for name in ("--ours", "--vllm"):
-        command.add_argument(name, type=Path, nargs="+", required=True)
+    command.add_argument("--ours", type=Path, nargs="+", required=True)
+    for name in ("--vllm", "--genai"):
+        command.add_argument(name, type=Path, nargs="+", default=[])
     command.set_defaults(run=table)
     arguments = parser.parse_args()
+    if arguments.run is table and not (arguments.vllm or arguments.genai):
+        parser.error("a table needs a peer: --vllm or --genai")
+    if getattr(arguments, "kernels", False) and arguments.side == "genai":
+        parser.error("--kernels is of ours and vLLM's")
     if getattr(arguments, "rates", []) and (arguments.no_serving or arguments.kernels):
         parser.error("--rates follow serving: leave --no-serving and --kernels out")
     arguments.run(arguments)

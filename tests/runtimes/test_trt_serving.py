@@ -68,11 +68,6 @@ def test_tokens_are_onnxruntime_s(folder, monkeypatch, speculate):
     stand_in(monkeypatch)
     options = LIMITS | dict(speculate=speculate)
     engine, sampler = engines(folder, speculate=speculate)
-    linear = any(is_state(name) for name in engine.inputs)
-    if speculate and linear:
-        with pytest.raises(ValueError, match="cannot give a wrong guess back"):
-            ContinuousBatch(folder, engine, sampler=sampler, **options)
-        return
     requests = []
     for batch in (
         poisoned(ContinuousBatch(folder, engine, sampler=sampler, **options)),
@@ -86,7 +81,7 @@ def test_tokens_are_onnxruntime_s(folder, monkeypatch, speculate):
             if random.random() < 0.15:
                 batch.cancel(own[random.integers(len(own))])
         batch.run()
-        assert batch.idle and batch.pool.in_use == 0 and len(batch.free_states) == 5
+        assert batch.idle and batch.pool.in_use == 0 and len(batch.free_states) == 5 * (1 + bool(batch.speculate))
         requests.append(own)
     cancelled = 0
     for ours, theirs in zip(*requests):

@@ -64,7 +64,7 @@ def draw(seed, index):
         "max_requests": requests,
         "step_tokens": source.choice((8, 16, 64, 200)),
         "share": source.random() < 0.7,
-        "speculate": source.choice((0, 0, 3)) if base != "minimax" else 0,  # whose states cannot give a guess back
+        "speculate": source.choice((0, 0, 3)),
         "max_waiting": source.choice((4, 50, 400, 400)),
     }
     spread = source.choice((0.0, 0.5, 3.0))

@@ -149,10 +149,10 @@ HYBRIDS = {
 }
 
 
-def hybrid(name):
+def hybrid(name, **changes):
     config, extra = HYBRIDS[name]
     sizes = SIZES if name != "mamba2" else {n: SIZES[n] for n in ("hidden_size", "vocab_size", "eos_token_id", "pad_token_id")}
-    config = getattr(transformers, config)(**{**sizes, **extra})
+    config = getattr(transformers, config)(**{**sizes, **extra, **changes})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
