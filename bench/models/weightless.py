@@ -80,28 +80,45 @@ def strip(folder: str | Path, parameters: Parameters) -> int:
             starts.setdefault(_rows(row[:KEY]).tobytes(), []).append((name, transposed))
     plan, end = {}, 0
     for t in model.graph.initializer:
-        if t.data_location == onnx.TensorProto.EXTERNAL:  # one at a time: all of them may not fit beside the parameters
-            onnx.external_data_helper.load_external_data_for_tensor(t, str(folder))
-            t.data_location = onnx.TensorProto.DEFAULT
-            t.ClearField("external_data")
-        if len(t.raw_data) < SMALL:
+        outside = t.data_location == onnx.TensorProto.EXTERNAL
+        # From the file, not into the message, whose memory stays until all of it goes: the weights may not fit twice.
+        array = _mapped(t, folder) if outside else onnx.numpy_helper.to_array(t)
+        if array.nbytes < SMALL:
+            _take_in(t, folder)
             continue
-        array = onnx.numpy_helper.to_array(t)
         parts, problem = _parts(array.view(f"i{array.itemsize}").reshape(-1, array.shape[-1]), starts, parameters)
         if parts:
             plan[t.name] = parts
             t.ClearField("raw_data")
+            t.ClearField("external_data")
             t.data_location = onnx.TensorProto.EXTERNAL
             for key, value in (("location", DATA), ("offset", end), ("length", array.nbytes)):
                 t.external_data.add(key=key, value=str(value))
             end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         elif array.nbytes > LARGEST_KEPT:
             raise ValueError(f"initializer {t.name}, {list(array.shape)}, is too large for the graph and {problem}")
+        else:
+            _take_in(t, folder)
     path.unlink()
     (folder / DATA).unlink(missing_ok=True)
     onnx.save(model, path)
     (folder / PLAN).write_text(json.dumps(plan) + "\n")
     return len(plan)
+
+
+def _mapped(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """The values that a tensor has in a file."""
+    place = onnx.external_data_helper.ExternalDataInfo(tensor)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    return np.memmap(folder / place.location, dtype, "r", place.offset or 0, tuple(tensor.dims))
+
+
+def _take_in(tensor: onnx.TensorProto, folder: Path) -> None:
+    """Puts values that are in a file into the graph."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        tensor.ClearField("external_data")
 
 
 def fill(folder: str | Path, parameters: Parameters) -> None:
