@@ -27,7 +27,8 @@ class Genai:
         """For so many requests at once; the engine sizes its pool by itself."""
         import onnxruntime_genai
 
-        wanted = {"max_batch_size": running, "max_scheduled_tokens": max(step_tokens, running)}
+        # Prompts of a shape run several times: none may be found in the pool.
+        wanted = {"max_batch_size": running, "max_scheduled_tokens": max(step_tokens, running), "prefix_caching": False}
         if self.opened == wanted:
             return
         self.engine = None
