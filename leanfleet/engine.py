@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from leanfleet.generation import StopStrings, TextStream
+from leanfleet.generation import StopStrings, TextStream, add_each
 
 if TYPE_CHECKING:
     from leanfleet.batching import Batch, Request
@@ -59,6 +59,10 @@ class Answer:
     reason: str | None = None
     told: int = 0  # tokens
     asked: float = field(default_factory=time.monotonic)
+
+    def stops_at(self, token: int) -> bool:
+        """Whether the token ends it, and is no part of its text."""
+        return self.request is not None and token in self.request.stop_tokens
 
 
 class Engine:
@@ -219,24 +223,38 @@ class Engine:
             return
         self.failure = None
         now = time.monotonic()
-        for request, token in new:
-            answer = self._answers.get(id(request))
-            if answer is not None:
-                before = self._times.get(id(request))
-                self.observe("first_token" if before is None else "next_token", now - (before or answer.asked))
-                self._times[id(request)] = now
-                try:
-                    self._tell(answer, request, token)
-                except Exception as error:  # of the tokenizer, or of who listens
-                    self._end(answer, FAILED, Piece("", reason=FAILED, message=str(error)))
+        for some in one_each(new):
+            self._tell(some, now)
         for each in list(self._answers.values()):
             if each.request is not None and each.request.error is not None:
                 self._end(each, FAILED, Piece("", reason=FAILED, message=str(each.request.error)))
 
-    def _tell(self, answer: Answer, request: Request, token: int) -> None:
+    def _tell(self, new: Sequence[tuple[Request, int]], now: float) -> None:
+        """Gives a token each to some answers. What their tokenizer, or who listens, raises ends the answer that it is of."""
+        told = [(answer, token) for request, token in new if (answer := self._answers.get(id(request)))]
+        added = [(answer, token) for answer, token in told if not answer.stops_at(token)]
+        texts: dict[int, str] = {}
+        with suppress(Exception):  # of one of them: each is asked alone then
+            texts = dict(
+                zip((id(a) for a, _ in added), add_each([a.text for a, _ in added], [t for _, t in added]), strict=True)
+            )
+        for answer, token in told:
+            before = self._times.get(id(answer.request))
+            self.observe("first_token" if before is None else "next_token", now - (before or answer.asked))
+            self._times[id(answer.request)] = now
+            try:
+                text = "" if answer.stops_at(token) else texts[id(answer)] if texts else answer.text.add(token)
+                self._give(answer, token, text)
+            except Exception as error:
+                self._end(answer, FAILED, Piece("", reason=FAILED, message=str(error)))
+
+    def _give(self, answer: Answer, token: int, text: str) -> None:
+        """A token, and the text that it completes."""
+        request = answer.request
+        assert request is not None
         at, answer.told = answer.told, answer.told + 1  # a step may give several
-        stopped = token in request.stop_tokens
-        text = answer.stop.add("" if stopped else answer.text.add(token))
+        stopped = answer.stops_at(token)
+        text = answer.stop.add(text)
         reason = STOP if stopped or answer.stop.found else LENGTH if answer.told == request.max_new_tokens else None
         if reason and not answer.stop.found:
             text += answer.stop.add(answer.text.finish()) + answer.stop.finish()
@@ -246,3 +264,16 @@ class Engine:
             self._end(answer, reason, piece)
         else:
             answer.on_pieces(piece)
+
+
+def one_each(new: Sequence[tuple[Request, int]]) -> Iterator[list[tuple[Request, int]]]:
+    """Parts of a step's tokens in which each request has one: guesses that are right give it several."""
+    part: list[tuple[Request, int]] = []
+    seen: set[int] = set()
+    for request, token in new:
+        if id(request) in seen:
+            yield part
+            part, seen = [], set()
+        part.append((request, token))
+        seen.add(id(request))
+    yield part

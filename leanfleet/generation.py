@@ -333,20 +333,19 @@ class TextStream:
         self.tokens: list[int] = []
         self._from = self._to = 0  # the tokens before `_to` are told; those from `_from` on are decoded again
 
-    def _decoded(self, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=True)
-
     def add(self, token: int) -> str:
         """The text that this token completes."""
-        self.tokens.append(token)
-        return self._told(len(self.tokens) - self._to > MOST_PENDING)
+        return add_each([self], [token])[0]
 
     def finish(self) -> str:
         """The rest: bytes at the end that are no whole character, as U+FFFD."""
-        return self._told(True)
+        return self._told(True, *decode_each(self.tokenizer, self._windows()))
 
-    def _told(self, whole: bool) -> str:
-        before, text = self._decoded(self._to), self._decoded(len(self.tokens))
+    def _windows(self, *new: int) -> list[list[int]]:
+        """What is told already and decoded again, and the same with what is not told."""
+        return [self.tokens[self._from : self._to], [*self.tokens[self._from :], *new]]
+
+    def _told(self, whole: bool, before: str, text: str) -> str:
         if text.endswith("\ufffd") and len(text) > len(before) and not whole:  # a character of several tokens
             return ""
         if len(text) <= len(before):
@@ -355,6 +354,38 @@ class TextStream:
             return ""
         self._from, self._to = self._to, len(self.tokens)
         return text[len(before) :]
+
+
+def add_each(streams: Sequence[TextStream], tokens: Sequence[int]) -> list[str]:
+    """The text that each token completes, one for each of these streams, all of one tokenizer. It is called once for all: it
+    lets other threads run meanwhile, and a thread that calls it for each stream waits for its turn as often.
+
+    Example:
+        from leanfleet.generation import TextStream, add_each
+        from leanfleet.ort_ops import load_decoder
+
+        tokenizer = load_decoder("decoder", providers=["CPUExecutionProvider"]).tokenizer
+        streams = [TextStream(tokenizer) for _ in range(2)]
+        print(add_each(streams, [30, 41]) == [tokenizer.decode([30]), tokenizer.decode([41])])    # True
+    """
+    if not streams:
+        return []
+    windows = [window for stream, token in zip(streams, tokens, strict=True) for window in stream._windows(token)]
+    texts = decode_each(streams[0].tokenizer, windows)
+    found = []
+    for i, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
+        stream.tokens.append(token)
+        found.append(stream._told(len(stream.tokens) - stream._to > MOST_PENDING, *texts[2 * i : 2 * i + 2]))
+    return found
+
+
+def decode_each(tokenizer: Any, texts: Sequence[list[int]]) -> list[str]:
+    """The text of each list of tokens, as tokenizer.decode has it: one call of the library beneath, where that is the same."""
+    plain = getattr(type(tokenizer), "_decode", None)
+    if getattr(plain, "__qualname__", "") == "TokenizersBackend._decode" and not tokenizer.clean_up_tokenization_spaces:
+        found: list[str] = tokenizer.backend_tokenizer.decode_batch(texts, skip_special_tokens=True)
+        return found
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in texts]
 
 
 class StopStrings:

@@ -50,6 +50,8 @@ Pieces = asyncio.Queue[tuple[int, Piece]]  # of an HTTP request: the answer's nu
 SWITCH = 2e-4  # seconds; Python's own is 5e-3, several steps of a small model
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
+TOO_LATE = Piece("")  # comes where an answer takes longer than it may
+JSON = json.JSONEncoder(ensure_ascii=False).encode
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
 
 
@@ -544,13 +546,16 @@ class Reply:
     async def come(self) -> AsyncIterator[tuple[int, Piece]]:
         """(answer, piece) until all have ended. Raises Refusal where one fails or the time is up; then all are cancelled."""
         left = len(self.answers)
+        # One timer, not one for each piece: that would be a tenth of what a piece costs.
+        timer = asyncio.get_running_loop().call_later(
+            max(self.deadline - time.monotonic(), 0), self.pieces.put_nowait, (len(self.answers), TOO_LATE)
+        )
         try:
             while left:
-                try:
-                    first = await asyncio.wait_for(self.pieces.get(), max(self.deadline - time.monotonic(), 0))
-                except TimeoutError:
-                    raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds") from None
+                first = await self.pieces.get()
                 for index, piece in joined([first, *waiting_in(self.pieces)]):
+                    if piece is TOO_LATE:
+                        raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds")
                     if piece.reason == FAILED:
                         left -= 1
                         self.server.metrics.answers.labels(FAILED).inc()
@@ -564,6 +569,7 @@ class Reply:
                         self.server.metrics.answers.labels(piece.reason).inc()
                     yield index, piece
         finally:
+            timer.cancel()
             if left:
                 self.server.metrics.answers.labels(CANCELLED).inc(left)
                 self.server.cancel(self.answers)
@@ -637,10 +643,12 @@ class Reply:
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events. An answer that fails ends with an error and without [DONE]."""
 
-        def event(**content: Any) -> str:
-            return f"data: {json.dumps({**self.head, 'object': kind, **content}, ensure_ascii=False)}\n\n"
-
         kind = "chat.completion.chunk" if self.chat else self.kind
+        head = JSON({**self.head, "object": kind})[:-1]  # the same in all events
+
+        def event(**content: Any) -> str:
+            return f"data: {head}, {JSON(content)[1:]}\n\n"
+
         wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         more = {"usage": None} if wants_usage else {}
         if self.chat:

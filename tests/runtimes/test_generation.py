@@ -20,6 +20,7 @@ from leanfleet.export.fusions import PASSES
 from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.generation import StopStrings
+from leanfleet import generation as streams_of_text
 from leanfleet.ort_ops import generation
 from leanfleet.sampling import problem, sample
 from support.decoders import byte_tokenizer
@@ -178,11 +179,31 @@ def test_text_stream_gives_all_bytes():
         assert len(told) > size / 4 or size < 30
 
 
-def test_text_stream_of_tokens_without_text():
+@pytest.mark.parametrize("clean_up", (False, True))
+def test_streams_together(monkeypatch, clean_up):
+    """Tokens of several texts, decoded by one call of the tokenizer beneath where it does nothing else, are those of each alone."""
+    tokenizer, random, calls = byte_tokenizer(), np.random.default_rng(3), []
+    tokenizer.clean_up_tokenization_spaces = clean_up
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *a, **o: calls.append(1) or decode(*a, **o))
+    texts = [random.integers(0, tokenizer.vocab_size, n).tolist() for n in (1, 40, 40, 7, 90)]
+    texts[2][::3] = [tokenizer.eos_token_id] * 14
+    streams, found = [generation.TextStream(tokenizer) for _ in texts], [""] * len(texts)
+    for step in range(90):
+        some = [i for i, tokens in enumerate(texts) if step < len(tokens)]
+        for i, text in zip(some, streams_of_text.add_each([streams[i] for i in some], [texts[i][step] for i in some])):
+            found[i] += text
+    assert bool(calls) == clean_up
+    whole = [text + stream.finish() for text, stream in zip(found, streams)]
+    assert whole == [decode(tokenizer, tokens, skip_special_tokens=True) for tokens in texts]
+    assert streams_of_text.add_each([], []) == []
+
+
+def test_text_stream_of_tokens_without_text(monkeypatch):
     """Such as a model's own marks, thousands of them: they are not decoded again and again."""
-    tokenizer, seen = byte_tokenizer(), []
-    decode, end = tokenizer.decode, tokenizer.eos_token_id
-    tokenizer.decode = lambda tokens, **options: seen.append(len(tokens)) or decode(tokens, **options)
+    tokenizer, seen, decode = byte_tokenizer(), [], streams_of_text.decode_each
+    end = tokenizer.eos_token_id
+    monkeypatch.setattr(streams_of_text, "decode_each", lambda by, texts: seen.extend(map(len, texts)) or decode(by, texts))
     stream = generation.TextStream(tokenizer)
     tokens = [*tokenizer("a b")["input_ids"], *[end] * 500, *tokenizer(" énd")["input_ids"], end]
     assert "".join(stream.add(t) for t in tokens) + stream.finish() == "a b énd" and max(seen) < 30

@@ -382,12 +382,12 @@ def test_a_failing_runtime(folder, monkeypatch):
 def test_what_fails_in_the_thread_harms_nobody_else(running, monkeypatch):
     """A tokenizer that fails, a listener that is gone, a caller that gave up: the others get their answers."""
     texts, told = running.server.engine, []
-    honest = texts.tokenizer.decode
+    honest = generation.decode_each
     bad = texts.submit([1, 2], lambda piece: told.append(piece) or 1 / 0, max_new_tokens=5)
     given_up = texts.submit([1, 2], told.append, max_new_tokens=5)
     given_up.accepted.cancel()
     failing = []
-    monkeypatch.setattr(texts.tokenizer, "decode", lambda *a, **o: 1 / 0 if failing else honest(*a, **o))
+    monkeypatch.setattr(generation, "decode_each", lambda *a: 1 / 0 if failing else honest(*a))
     assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
     failing.append(True)
     with pytest.raises(openai.InternalServerError, match="division by zero"):

@@ -102,7 +102,7 @@ def test_another_text_to_a_client_is_a_finding(monkeypatch):
             return cases.error_of(case)
 
     assert cases.error_of(case) is None
-    assert "another text than alone" in found(generation.TextStream, "add", lambda self, token: "x")
+    assert "another text than alone" in found(generation.TextStream, "_told", lambda self, whole, before, text: "x")
     assert "pages are in use" in found(pages.PagePool, "release", lambda self, given: None)
     assert "got 500" in found(serve.Server, "options", lambda self, body: 1 / 0)
 
