@@ -56,7 +56,7 @@ from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
-from leanfleet.export.linear_attention import featured, features_of, refuse_options
+from leanfleet.export.linear_attention import UnitFeatures, featured, features_of, refuse_options
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache, cache_facts, form_of
 from leanfleet.export.reference import FORM_TYPES
 from leanfleet.export.support import (
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
+NORMALIZER_EPS = 1e-6  # what NormalizedLinearAttention's denominators are at least
 INSIDE = 1 << 24  # bytes of weights that a model's file itself may hold
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {
@@ -131,6 +132,9 @@ def attention(
     if cache_name(index, KEY_SUM) in cache.tensors:
         refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
         return normalized_attention(cache, index, query, key, value), None
+    if cache_name(index, STATE) in cache.tensors and cache_name(index, KEY) not in cache.tensors:
+        refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
+        return featured_attention(cache, index, UnitFeatures, query, key, value, NORMALIZER_EPS), None
     _check_call(cache, layer, index, key, value)
     output = cache.attend(
         index,
@@ -188,13 +192,22 @@ def normalized_attention(cache: Cache, layer: int, query: torch.Tensor, key: tor
 
 
 def featured_attention(
-    cache: Cache, layer: int, features: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    cache: Cache,
+    layer: int,
+    features: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    least: float = torch.finfo(torch.float32).tiny,
 ) -> torch.Tensor:
-    """Layer `layer` by features of low_rank.linearise over its carried state: shapes as in normalized_attention."""
-    name = cache_name(layer, STATE)
-    valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
-    inside = valid.unsqueeze(1).unsqueeze(-1).to(torch.float32)
-    output, state = featured(features, query, key, value, inside, (cache.tensors[name],))
+    """Layer `layer` by features of low_rank.linearise, or UnitFeatures, over its carried state: shapes as in
+    normalized_attention. least: what a denominator is at least."""
+    name, rows = cache_name(layer, STATE), cache.rows()
+    inside: torch.Tensor | bool = False  # packed rows are all tokens
+    if not rows:
+        valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
+        inside = valid.unsqueeze(1).unsqueeze(-1).to(torch.float32)
+    output, state = featured(features, query, key, value, inside, (cache.tensors[name],), rows, least)
     cache.update(name, state)
     return output.transpose(1, 2).contiguous()
 

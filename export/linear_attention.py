@@ -1,6 +1,7 @@
 """NormalizedLinearAttention as a module that replaces softmax attention, and as an attention of transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -213,6 +214,18 @@ def _empty_sums(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, .
     return *(torch.zeros(s, **wide) for s in shapes), torch.zeros(batch, dtype=torch.int32, device=key.device)
 
 
+class UnitFeatures:
+    """Those of NormalizedLinearAttention with normalize_qk, whose kernel 1 + q.k is a product of rows (1, q) and (1, k)."""
+
+    @staticmethod
+    def query(rows: torch.Tensor) -> torch.Tensor:
+        """(1, q / |q|) float32 [...,D+1] of rows [...,D]."""
+        unit = torch.nn.functional.normalize(rows.float(), dim=-1, eps=1e-12)
+        return torch.cat([torch.ones_like(unit[..., :1]), unit], -1)
+
+    key = query
+
+
 def featured(
     features: Any,
     query: torch.Tensor,
@@ -220,18 +233,21 @@ def featured(
     value: torch.Tensor,
     inside: torch.Tensor | bool,
     before: Sequence[torch.Tensor],
+    rows: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    least: float = torch.finfo(torch.float32).tiny,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [B,H,N,Dv] in the value's type, the state with the new tokens [B,Hkv,R,Dv+1]) by a module of low_rank.
 
-    inside: 0 where a row [B,1,N,1] is padding, or False for none. before: the state, or nothing.
+    inside: 0 where a row [B,1,N,1] is padding, or False for none. before: the state, or nothing. rows: of requests that are
+    packed, with B = 1, as Cache.rows has them. least: what the denominator is at least.
     """
     phi_q, phi_k = features.query(query), features.key(key)
     if inside is not False:
         phi_k = phi_k * inside
     summed = torch.cat([value.to(phi_k.dtype), torch.ones_like(value[..., :1], dtype=phi_k.dtype)], -1)
-    output, state = causal_linear_decay(phi_q, phi_k, summed, None, *before, return_state=True)
+    output, state = causal_linear_decay(phi_q, phi_k, summed, None, *before, **rows, return_state=True)
     # Where no feature of a query meets one of a key, in exact arithmetic or by underflow, the output is 0.
-    output = output[..., :-1] / output[..., -1:].clamp(min=torch.finfo(torch.float32).tiny)
+    output = output[..., :-1] / output[..., -1:].clamp(min=least)
     return output.to(value.dtype), state
 
 

@@ -27,6 +27,7 @@ from leanfleet.decoder_contract import (
     ENDS,
     KEY,
     KEY_SCALE,
+    KEY_SUM,
     KNOWN,
     MODEL_FILE,
     NEXT_TOKENS,
@@ -44,6 +45,7 @@ from leanfleet.decoder_contract import (
     TOP,
     VALUE,
     VALUE_SCALE,
+    VALUE_SUM,
     VOCABULARY,
     WANTED,
     Facts,
@@ -58,7 +60,7 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.export import function_bodies, verification
 from leanfleet.export.cache import Cache, pool_shape
-from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
+from leanfleet.export.decoder import INSIDE, Shapes, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
 from leanfleet.export.tensor_parallel import share_of_rank
@@ -340,6 +342,16 @@ def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), zlib.crc32(tensor.tobytes())
 
 
+def _one_state(shapes: Shapes) -> Shapes:
+    """These caches with one state in place of the sums of each normalised layer: those of rows (1, k) and (v, 1)."""
+    found = {name: told for name, told in shapes.items() if not (is_part(name, KEY_SUM) or is_part(name, VALUE_SUM))}
+    for name in (name for name in shapes if is_part(name, KEY_SUM)):
+        state = name.removesuffix(KEY_SUM) + STATE
+        dtype, (batch, heads, *sizes) = shapes[state]
+        found[state] = (dtype, (batch, heads, *(int(n) + 1 for n in sizes)))
+    return found
+
+
 def _traced(
     model: Any, block: int, cache: CacheType | None, narrow_states: bool
 ) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -347,7 +359,7 @@ def _traced(
     model = model.eval()
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
-    caches = cache_shapes(model, cache, narrow_states)
+    caches = _one_state(cache_shapes(model, cache, narrow_states))
     parts = KEY, VALUE, KEY_SCALE, VALUE_SCALE
     if unknown := [name for name in caches if not is_state(name) and not any(is_part(name, part) for part in parts)]:
         raise ValueError(

@@ -15,6 +15,7 @@ import gc
 import hmac
 import json
 import math
+import os
 import socket
 import sys
 import time
@@ -760,6 +761,8 @@ def run(server: Server, host: str, port: int, grace: float, started: Callable[[s
         async def on_tick(self, counter: int) -> bool:
             return bool(server.batch.over) or await super().on_tick(counter)
 
+    # A step's tokens are decoded in tens of microseconds: threads of the tokenizer's own would take the cores from everyone.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The engine's thread gets the interpreter back this soon from the loop's, which is busy with many streams: its step waits.
     sys.setswitchinterval(SWITCH)
     Announced(config).run([bound])

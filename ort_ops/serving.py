@@ -227,7 +227,8 @@ class ContinuousBatch(Batch):
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
     speculate: so many tokens are guessed at most behind each request's next one, from what followed in its own text where it
     said the same before. A step then gives a request the guesses that are right, and its tokens are the same as without; steps
-    are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses.
+    are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses. Where layers are linear,
+    each of max_requests has a second state.
     library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers

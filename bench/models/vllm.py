@@ -374,9 +374,9 @@ def text(report):
     versions = "".join(f", {NAMES[peer]} {report[VERSIONS[peer]]}" for peer in peers)
     title = f"# Beside {' and '.join(NAMES[p] for p in peers)}\n\n{report['device']}, {report['date']}"
     title += f", onnxruntime {report['onnxruntime']}{versions}"
-    return title + (
-        (line_table(report, peers) if report["lines"] else ".\n") + "".join(map(kernel_table, report.get("kernels", ())))
-    )
+    note = f"\n{report['note']}\n" if "note" in report else ""
+    lines = line_table(report, peers) if report["lines"] else ".\n"
+    return title + lines + note + "".join(map(kernel_table, report.get("kernels", ())))
 
 
 def line_table(report, peers):

@@ -19,7 +19,9 @@ from leanfleet.export.low_rank import (
     orthogonal_gaussian,
 )
 from leanfleet.export.running_sums import running_sums_cache
+from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops import generate, load_decoder
+from leanfleet.ort_ops.serving import ContinuousBatch
 from support.cpu_time import rest_slow
 from support.decoders import make, prompts
 
@@ -237,6 +239,21 @@ def test_left_padded_batches(model):
     for row, prompt in zip(found, asked, strict=True):
         alone = model.generate(torch.tensor([prompt]), past_key_values=running_sums_cache(model.config), **options)
         assert row[9:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_continuous_batching(model, tmp_path):
+    """A linearised layer's state among pages of the others: tokens are those of the model alone."""
+    export_for_serving(model, tmp_path, block=8)
+    batch = ContinuousBatch(tmp_path, pages=14, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"])
+    asked = prompts(3, 30, 9, 1)
+    requests = [batch.add(prompt, 8, stop_tokens=()) for prompt in asked]
+    batch.run()
+    for prompt, request in zip(asked, requests, strict=True):
+        tokens = list(prompt)
+        for _ in range(8):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        assert request.tokens == tokens[len(prompt) :]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops import generate, load_decoder
 from leanfleet.ort_ops.genai import bundle
+from leanfleet.ort_ops.serving import ContinuousBatch
 from support.cpu_time import rest_slow
 from support.decoders import byte_tokenizer, linear, make, prompts
 
@@ -225,11 +226,26 @@ def test_a_cache_of_sums_under_other_attention_is_an_error():
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("speculate", (0, 2))
+def test_continuous_batching(model, tmp_path, speculate):
+    """One state in place of the sums: the tokens are those of the model alone, in pieces, beside others, preempted, from shared
+    beginnings, with guesses; softmax layers of a mixed model have pages beside it."""
+    export_for_serving(model, tmp_path / "serving", block=8)
+    batch = ContinuousBatch(
+        tmp_path / "serving", pages=14, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"], speculate=speculate
+    )
+    states = [n for n in batch.pool_names if n.endswith(".recurrent_state")]
+    assert states and not [n for n in batch.pool_names if "sum" in n]
+    asked = prompts(1, 30, 9, 25, 17)
+    asked.append([*asked[1][:24], *asked[2]])
+    requests = [batch.add(prompt, 10, stop_tokens=()) for prompt in asked]
+    batch.run()
+    assert [r.tokens for r in requests] == [greedy(model, prompt, 10) for prompt in asked]
+
+
 @pytest.mark.slow
 def test_where_the_sums_have_no_place(tmp_path):
     model = linear()
-    with pytest.raises(ValueError, match="it carries 0.key_sum from call to call"):
-        export_for_serving(model, tmp_path / "serving")
     export_decoder(model, tmp_path / "out")
     byte_tokenizer().save_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match="layer 0 carries sums of keys and values, which onnxruntime-genai has no place for"):

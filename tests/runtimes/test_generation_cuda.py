@@ -14,6 +14,7 @@ import transformers
 from leanfleet.driver import Device, free_memory
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.export.serving import export_for_serving
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.generation import _Steps, generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders
@@ -183,7 +184,7 @@ def test_half_precision(tmp_path):
 
 @pytest.mark.parametrize("speculate", (0, 3))
 @pytest.mark.parametrize("kind", (*MODELS, *decoders.HYBRIDS, "int8"))
-def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
+def test_continuous_batch_in_graphs(tmp_path, monkeypatch, kind, speculate):
     """Captured steps and others take turns over the same pools of pages and states, which hold anything at first, and give what
     plain steps give; so do guesses, and requests that begin alike."""
     torch.manual_seed(5)
@@ -191,7 +192,13 @@ def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
     asked, answers = prompts(9, 70, 33, 1, 140, 18), [30, 12, 40, 5, 21, 33]
     asked += [[*asked[4][:100], *asked[0]], [*asked[4][:100], *asked[2]], [*asked[4][:100], *asked[3]]]
     answers += [9, 12, 20]
-    found = []
+    found, texts = [], []
+
+    def guess(lookup, count):  # what is right, and at each third place something else
+        answer = next((text for text in texts if text[: len(lookup.text)] == lookup.text), [])[len(lookup.text) :][:count]
+        return [token if (len(lookup.text) + i) % 3 else 5 for i, token in enumerate(answer)]
+
+    monkeypatch.setattr(Lookup, "guess", guess)
     for options in ({"providers": EXACT}, {"providers": EXACT, "cuda_graph": True, "speculate": speculate}):
         batch = ContinuousBatch(tmp_path, pages=60, max_requests=4, step_tokens=64, **options)
         requests = [
@@ -200,9 +207,11 @@ def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
         ]
         batch.run()
         found.append([r.tokens for r in requests])
+        texts += [prompt + request.tokens for prompt, request in zip(asked, requests)]
     assert found[0] == found[1] and [len(t) for t in found[1]] == answers
     assert speculate or {rows for _, rows, *_ in batch.captured} >= {1, 4}, "no step was captured"
-    assert batch.captured and batch.shared_tokens >= 90 and bool(batch.guessed) == bool(speculate)
+    assert batch.captured and batch.shared_tokens >= 90
+    assert not speculate or batch.guessed > batch.guessed_right > 20
 
 
 @pytest.mark.parametrize("kind", (*MODELS, "qwen3.5", "falcon-h1"))

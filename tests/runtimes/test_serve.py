@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,7 @@ from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import http_server
 from support.decoders import byte_tokenizer, minimax, ours
+from support.paths import ROOT
 
 KEY = "a key"
 BLOCK, PAGES, LIMITS = 16, 30, serve.Limits(body=20_000, answers=8, seconds=30)
@@ -472,6 +474,38 @@ def test_the_command(folder):
         [sys.executable, "-m", "leanfleet", "serve", folder.parent], capture_output=True, text=True, env=environment
     )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_serving_as_readme_says(folder, tmp_path):
+    """Its commands as they stand, but for the model's place and the port."""
+    blocks = re.findall(r"^```\n(leanfleet (?:export|serve).*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    lines = [line.replace("path/to/model", str(folder.parent / "llama")).replace("8000", port) for line in lines]
+    assert [line.split()[:2] for line in lines] == [
+        ["leanfleet", "export"],
+        ["leanfleet", "generate"],
+        ["leanfleet", "serve"],
+        ["curl", f"http://127.0.0.1:{port}/v1/chat/completions"],
+    ]
+    begin, *rest = lines[2].split(" exported")
+    lines[2] = f"{begin} exported --port {port}{''.join(rest)}"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("LEANFLEET_API_KEY", None)
+    told = dict(cwd=tmp_path, env=environment, text=True)
+    for line in lines[:2]:
+        subprocess.run(["bash", "-c", line], check=True, capture_output=True, **told)
+    server = subprocess.Popen(["bash", "-c", f"exec {lines[2]}"], stderr=subprocess.PIPE, **told)
+    try:
+        assert any(f"at http://127.0.0.1:{port}/v1" in line for line in server.stderr)
+        found = subprocess.run(["bash", "-c", lines[3]], check=True, capture_output=True, **told)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert json.loads(found.stdout)["choices"][0]["message"]["content"]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The cases that once failed, and a short slice of `make stress`, the same in every run."""
 
+import asyncio
 import ctypes
 import dataclasses
 import itertools
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from leanfleet import generation, pages, serve, spec
-from stress import act, cases, check, clients, draw, faults, files, judge, launches, processes, runtimes, trees, values
+from stress import act, cases, check, clients, draw, faults, files, judge, launches, processes, runtimes, soak, trees, values
 from stress.__main__ import Worker
 from support.cpu_time import slow_if
 from support.ort_models import TOY_SCHEMA
@@ -105,6 +106,33 @@ def test_another_text_to_a_client_is_a_finding(monkeypatch):
     assert "another text than alone" in found(generation.TextStream, "_told", lambda self, whole, before, text: "x")
     assert "pages are in use" in found(pages.PagePool, "release", lambda self, given: None)
     assert "got 500" in found(serve.Server, "options", lambda self, body: 1 / 0)
+
+
+@pytest.mark.slow
+def test_one_server_for_a_while():
+    soak.expected("llama")
+    process, port = soak.serving("llama")
+    try:
+        found = asyncio.run(soak.soak(process, port, "llama", 20, 60, SEED))
+    finally:
+        process.terminate()
+        process.wait()
+    assert found["right"] > 100 and found["refused"] > 20 and found["left"] > 20 and found["preemptions"] > 20
+
+
+def test_what_grows_is_seen():
+    def rows(memory, files):
+        return [(time, memory[time >= 5] << 20, files[time >= 5]) for time in range(10)]
+
+    told = soak.growth(rows((300, 310), (100, 110)), 5)
+    assert told == {
+        "memory_mib": {"first half": 300, "second half": 310},
+        "open_files": {"first half": 100, "second half": 110},
+    }
+    with pytest.raises(clients.Wrong, match="memory grew from 300 to 330 MiB"):
+        soak.growth(rows((300, 330), (100, 100)), 5)
+    with pytest.raises(clients.Wrong, match="open files grew from 100 to 130"):
+        soak.growth(rows((300, 300), (100, 130)), 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -202,6 +202,10 @@ def long_prompts():
     return [t for r, t in times if r["batch"] * r["prompt"] == 32768 and r["batch"] == 1]
 
 
+def genai(kind):
+    return [line["genai_ratio"] for line in rows_of("genai_h200", "lines") if line["kind"] == kind]
+
+
 def on_the_cpu(line):
     found = {r["implementation"]: r["seconds"] for r in rows_of("cpu_avx512") if r["line"] == line}
     return found["ORT GroupQueryAttention"] / found["leanfleet in ORT"]
@@ -230,6 +234,7 @@ QUOTED = {
     "whole decoders": lambda: span(decoders("graph_step")),
     "the same, prompts of 32k": long_prompts,
     "continuous batching": lambda: span([r["speed_up"] for r in read("serving_*_h200.json")]),
+    "Llama-3.2-1B's shape: a step; 256": lambda: [*span(genai("step")), *genai("serving")],
     "CausalLinearDecay forward, bfloat16": lambda: [
         *span([t for name, t in linear("forward").items() if name != "B16 H32 N2048 D64"]),
         linear("forward")["B16 H32 N2048 D64"],

@@ -1,7 +1,9 @@
 """bench/models/vllm.py without a GPU: requests that come at a rate, over ContinuousBatch on the CPU and over an engine whose times
 are known."""
 
+import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,3 +83,87 @@ def test_our_side_answers_as_without_a_rate(tmp_path):
     alone = [add(prompt, m, stop_tokens=()) for prompt, m in work]
     engine.batch.run()
     assert [r.tokens for r in asked] == [r.tokens for r in alone]
+
+
+class Events:
+    """onnxruntime-genai's engine as it tells what came: tokens of up to two requests a step, each with its last one."""
+
+    def __init__(self, flags):
+        self.flags, self.waiting, self.closed = flags, [], []
+
+    def create_request(self):
+        request = Asked(self)
+        self.waiting.append(request)
+        return request
+
+    def run(self, buffer):
+        found = []
+        for request in self.waiting[:2]:
+            request.left -= 1
+            ended = request.left == 0
+            told = int(self.flags.TOKEN) | (int(self.flags.TURN_FINISHED) if ended else 0)
+            found.append(SimpleNamespace(request=request, flags=told, token=1, error_code=None))
+            if ended:
+                self.waiting.remove(request)
+        return found
+
+
+class Asked:
+    def __init__(self, engine):
+        self.engine = engine
+
+    def begin_turn(self, tokens, turn):
+        self.left = turn.count
+
+    def close(self):
+        self.engine.closed.append(self)
+
+
+def test_the_other_engines_events(monkeypatch):
+    """Each token of each request is told, and requests that have ended give their pages back."""
+    import onnxruntime_genai
+
+    class Turn:
+        def __init__(self, request):
+            pass
+
+        set_do_sample = set_min_generated_tokens = lambda self, value: None
+
+        def set_max_generated_tokens(self, count):
+            self.count = count
+
+    monkeypatch.setattr(onnxruntime_genai, "TurnOptions", Turn)
+    module = script("models.genai_engine")
+    engine = object.__new__(module.Genai)
+    engine.engine, engine.events, engine.names = Events(onnxruntime_genai.EngineEventFlags), None, {}
+    told, step = [], engine.step
+    monkeypatch.setattr(engine, "step", lambda: told.extend(step()))
+    engine.run([[1, 2], [3], [4, 5, 6]], [3, 1, 4])
+    assert sorted(told) == [0] * 3 + [1] + [2] * 4 and len(engine.engine.closed) == 3 and engine.names == {}
+
+
+def test_a_table_of_two_peers(tmp_path):
+    """Lines that one peer has are there without the other, and each has its means."""
+    place = {"model": "m", "batch": 1, "context": 8, "section": "shapes"}
+    sides = {
+        "ours": [("step", 2.0), ("prompt", 10.0), ("serving", 300.0)],
+        "vllm": [("step", 3.0), ("serving", 150.0)],
+        "genai": [("prompt", 5.0), ("serving", 100.0)],
+    }
+    versions = {"ours": "onnxruntime", "vllm": "vllm", "genai": "onnxruntime_genai"}
+    for side, rows in sides.items():
+        made = {
+            "seed": "0",
+            "device": "D",
+            "date": "d",
+            versions[side]: "1",
+            "rows": [{"kind": k, **place, "value": v} for k, v in rows],
+        }
+        (tmp_path / f"{side}.json").write_text(json.dumps(made))
+    BENCH.table(SimpleNamespace(out=tmp_path / "out", **{side: [tmp_path / f"{side}.json"] for side in sides}))
+    report = json.loads((tmp_path / "out.json").read_text())
+    found = {line["kind"]: (line.get("ratio"), line.get("genai_ratio")) for line in report["lines"]}
+    assert found == {"step": (1.5, None), "prompt": (None, 0.5), "serving": (2.0, 3.0)}
+    assert report["geometric_means"] == pytest.approx({"step": 1.5, "serving": 2.0})
+    assert report["genai_geometric_means"] == pytest.approx({"prompt": 0.5, "serving": 3.0})
+    assert "| prompt | m | 1 | 8 | shapes | 10.00 |  |  | 5.00 | 0.50 |" in (tmp_path / "out.md").read_text()
