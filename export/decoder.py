@@ -132,7 +132,8 @@ def attention(
     if cache_name(index, KEY_SUM) in cache.tensors:
         refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
         return normalized_attention(cache, index, query, key, value), None
-    if cache_name(index, STATE) in cache.tensors and cache_name(index, KEY) not in cache.tensors:
+    state = cache.tensors.get(cache_name(index, STATE))
+    if cache_name(index, KEY) not in cache.tensors and state is not None and state.shape[-1] == value.shape[-1] + 1:
         refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
         return featured_attention(cache, index, UnitFeatures, query, key, value, NORMALIZER_EPS), None
     _check_call(cache, layer, index, key, value)

@@ -496,7 +496,7 @@ class Batch(ABC):
             if request.lookup is not None and not (adjusted or request.marks) and count == request.waiting <= self.longest_read:
                 most = min(request.trust, room, request.max_new_tokens - len(request.tokens) - 1)
                 guess = request.lookup.guess(most) if most > 0 else []
-            while len(request.pages) * self.block < request.cached + count + len(guess):
+            while self.paged and len(request.pages) * self.block < request.cached + count + len(guess):
                 page = self.pool.take(empty=True)  # what is known is worth more than a guess
                 if page is None:
                     del guess[len(request.pages) * self.block - request.cached - count :]

@@ -313,6 +313,9 @@ def encode_chat(tokenizer: Any, turns: Sequence[dict[str, str]]) -> list[int]:
         return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
+CLEANED_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
 class TextStream:
     """Turns tokens into text as they come, a whole character at a time.
 
@@ -382,9 +385,13 @@ def add_each(streams: Sequence[TextStream], tokens: Sequence[int]) -> list[str]:
 def decode_each(tokenizer: Any, texts: Sequence[list[int]]) -> list[str]:
     """The text of each list of tokens, as tokenizer.decode has it: one call of the library beneath, where that is the same."""
     plain = getattr(type(tokenizer), "_decode", None)
-    if getattr(plain, "__qualname__", "") == "TokenizersBackend._decode" and not tokenizer.clean_up_tokenization_spaces:
-        found: list[str] = tokenizer.backend_tokenizer.decode_batch(texts, skip_special_tokens=True)
-        return found
+    if getattr(plain, "__qualname__", "") == "TokenizersBackend._decode":
+        beneath = tokenizer.backend_tokenizer
+        # transformers cleans texts of byte-pair encodings up only where this is set; versions without it do so always.
+        spared = type(beneath.model).__name__ == "BPE" and not getattr(tokenizer, CLEANED_UP, True)
+        if spared or not tokenizer.clean_up_tokenization_spaces:
+            found: list[str] = beneath.decode_batch(texts, skip_special_tokens=True)
+            return found
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in texts]
 
 

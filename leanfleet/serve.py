@@ -556,6 +556,8 @@ class Reply:
                 first = await self.pieces.get()
                 for index, piece in joined([first, *waiting_in(self.pieces)]):
                     if piece is TOO_LATE:
+                        if not left:  # the last piece came before
+                            break
                         raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds")
                     if piece.reason == FAILED:
                         left -= 1

@@ -385,11 +385,11 @@ class ContinuousBatch(Batch):
             return min(1 << (number - 1).bit_length(), most)
 
         few = rounded(rows, self.max_requests)
+        most = few * max(self.longest_answer, 1 + self.speculate)
         if tokens == rows:
             rows = tokens = wanted = few
-        elif tokens <= few * (self.longest_answer + self.speculate):
-            rows, wanted = few, min(few * (1 + self.speculate), self.result_rows)
-            tokens = min(few * (self.longest_answer + self.speculate), self.step_tokens)
+        elif tokens <= most:
+            rows, tokens, wanted = few, min(most, self.step_tokens), min(few * (1 + self.speculate), self.result_rows)
         else:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)

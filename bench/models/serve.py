@@ -19,6 +19,7 @@ import asyncio
 import datetime
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -32,9 +33,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
+import onnx
 
 from bench.models.serving import GRAPHS, fill_randomly
 from leanfleet import native
+from leanfleet.decoder_contract import MODEL_FILE, SERVING_FILE
 from leanfleet.ort_ops.generation import load_tokenizer
 
 KEY = "bench"
@@ -130,9 +133,9 @@ def measure(address, model, requests, rate, seed, clients):
     pipes = []
     for i in range(clients):
         ours, theirs = multiprocessing.Pipe()
-        multiprocessing.get_context("fork").Process(
-            target=ask_all, args=(theirs, address, work[i::clients]), daemon=True
-        ).start()
+        work_of_it = theirs, address, work[i::clients]
+        multiprocessing.get_context("fork").Process(target=ask_all, args=work_of_it, daemon=True).start()
+        theirs.close()  # or nobody would see that a client has died
         pipes.append(ours)
     found = []
     for pipe in pipes:
@@ -159,7 +162,8 @@ def measure(address, model, requests, rate, seed, clients):
 
 
 def memory(address, folder):
-    """Requests that run at once, and bytes of the weights, of a token's keys and values, and of a request's states."""
+    """Requests that run at once, and bytes: of the weights, of those that each token of a prompt is multiplied by, of a token's
+    keys and values, and of a request's states."""
     where = urlsplit(address)
     call = urllib.request.Request(f"http://{where.netloc}/metrics", headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(call) as answer:
@@ -170,21 +174,35 @@ def memory(address, folder):
     return {
         "places": places,
         "weights": sum(path.stat().st_size for path in folder.glob("*.data")),
+        "products": products(folder),
         "token": (pools - states) / (pages * tokens),
         "state": states / rows if rows else 0,
     }
 
 
+def products(folder):
+    """Bytes of the matrices in a graph's products, but for the head, which prompts need for one row each."""
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    path = next(p for p in (folder / SERVING_FILE, folder / MODEL_FILE) if p.exists())
+    graph = onnx.load(path, load_external_data=False).graph
+    shapes = {t.name: tuple(t.dims) for t in graph.initializer}
+    used = {name for node in graph.node if node.op_type in ("MatMul", "Gemm", "FusedMatMul") for name in node.input}
+    return WEIGHT_BYTES * sum(math.prod(shapes[n]) for n in used & shapes.keys() if facts["vocabulary"] not in shapes[n])
+
+
 def floor(sizes, shared, held, bandwidth, flops):
-    """The fewest seconds of requests that are all there, for a machine that does nothing else: the weights are read for each
-    step of as many answers as have a place, keys, values and states for each token, and the tokens of prompts are multiplied.
-    sizes: [(tokens of the prompt, of the answer)]. shared: of the prompts, those that only one has to read."""
-    answers = sum(n for _, n in sizes)
-    steps = max(answers / held["places"], max(n for _, n in sizes))
-    seen = sum(n * size + n * (n - 1) / 2 for size, n in sizes)
-    moved = steps * held["weights"] + seen * held["token"] + 2 * answers * held["state"]
+    """Fewer seconds than any such machine needs for requests that are all there: the longer of reading and multiplying.
+
+    It reads the weights for each step of as many answers as have a place, and keys, values and states for each token; it
+    multiplies the tokens of prompts. sizes: [(tokens of the prompt, of the answer)]. shared: those tokens of prompts that only
+    one has to read."""
+    steps = [(size, n - 1) for size, n in sizes]  # behind the prompt, whose last token gives the first of the answer
+    answers = sum(n for _, n in steps)
+    seen = sum(n * size + n * (n + 1) / 2 for size, n in steps)
+    moved = max(answers / held["places"], max(n for _, n in steps)) * held["weights"]
+    moved += seen * held["token"] + 2 * answers * held["state"]
     read = sum(size for size, _ in sizes) - shared * (len(sizes) - 1)
-    return moved / bandwidth + 2 * read * held["weights"] / WEIGHT_BYTES / flops
+    return max(moved / bandwidth, 2 * read * held["products"] / WEIGHT_BYTES / flops)
 
 
 def serving(folder, options):

@@ -11,6 +11,7 @@ from leanfleet.export import export_decoder, linear_attention
 from leanfleet.export.linear_attention import register_transformers
 from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.export.serving import export_for_serving
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops import generate, load_decoder
 from leanfleet.ort_ops.genai import bundle
 from leanfleet.ort_ops.serving import ContinuousBatch
@@ -227,20 +228,22 @@ def test_a_cache_of_sums_under_other_attention_is_an_error():
 
 
 @pytest.mark.parametrize("speculate", (0, 2))
-def test_continuous_batching(model, tmp_path, speculate):
+def test_continuous_batching(model, tmp_path, monkeypatch, speculate):
     """One state in place of the sums: the tokens are those of the model alone, in pieces, beside others, preempted, from shared
     beginnings, with guesses; softmax layers of a mixed model have pages beside it."""
     export_for_serving(model, tmp_path / "serving", block=8)
     batch = ContinuousBatch(
-        tmp_path / "serving", pages=14, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"], speculate=speculate
+        tmp_path / "serving", pages=9, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"], speculate=speculate
     )
     states = [n for n in batch.pool_names if n.endswith(".recurrent_state")]
     assert states and not [n for n in batch.pool_names if "sum" in n]
     asked = prompts(1, 30, 9, 25, 17)
     asked.append([*asked[1][:24], *asked[2]])
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [7] * count)
     requests = [batch.add(prompt, 10, stop_tokens=()) for prompt in asked]
     batch.run()
     assert [r.tokens for r in requests] == [greedy(model, prompt, 10) for prompt in asked]
+    assert bool(batch.preemptions) == batch.paged and bool(batch.guessed) == bool(speculate)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers.models import BPE
 
 from leanfleet import cli
 from leanfleet import generate as generate_commands
@@ -193,7 +194,9 @@ def test_streams_together(monkeypatch, clean_up):
         some = [i for i, tokens in enumerate(texts) if step < len(tokens)]
         for i, text in zip(some, streams_of_text.add_each([streams[i] for i in some], [texts[i][step] for i in some])):
             found[i] += text
-    assert bool(calls) == clean_up
+    # transformers leaves texts of byte-pair encodings as they are, whatever this says.
+    spared = getattr(tokenizer, streams_of_text.CLEANED_UP, True) is False and type(tokenizer.backend_tokenizer.model) is BPE
+    assert bool(calls) == (clean_up and not spared)
     whole = [text + stream.finish() for text, stream in zip(found, streams)]
     assert whole == [decode(tokenizer, tokens, skip_special_tokens=True) for tokens in texts]
     assert streams_of_text.add_each([], []) == []

@@ -166,7 +166,7 @@ def test_streams_are_the_same_text(running):
             parts[choice.index] += choice.delta.content or ""
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert parts == [c.message.content for c in whole.choices] and reasons == [c.finish_reason for c in whole.choices]
-    assert len(set(parts)) == 3 and usage == whole.usage
+    assert len(set(parts)) == 3 and usage.total_tokens == whole.usage.total_tokens > usage.prompt_tokens
     assert not any(stop in part for part in parts for stop in options["stop"])
 
 
@@ -400,6 +400,36 @@ def test_what_fails_in_the_thread_harms_nobody_else(running, monkeypatch):
     running.settle()
 
 
+def test_a_text_that_cannot_be_decoded(running, monkeypatch):
+    """The texts of a step are decoded together; where one of them fails, it alone ends."""
+    honest = generation.decode_each
+
+    def decode(tokenizer, texts):
+        if any(stream in text for text in texts for stream in marked):
+            raise ValueError("cannot be decoded")
+        return honest(tokenizer, texts)
+
+    marked, found, ended = [], {}, threading.Event()
+
+    def tell(name):
+        def told(piece):
+            found.setdefault(name, []).append(piece)
+            if len(found) == 2 and all(pieces[-1].reason for pieces in found.values()):
+                ended.set()
+
+        return told
+
+    monkeypatch.setattr(generation, "decode_each", decode)
+    texts = running.server.engine
+    for name, bias in (("good", 65), ("bad", 66)):  # each says one letter all the time
+        texts.submit([1, 2], tell(name), max_new_tokens=9, stop_tokens=(), logit_bias={bias: 100.0})
+    marked.append(66)
+    assert ended.wait(60)
+    assert found["bad"][-1].reason == engine.FAILED and "cannot be decoded" in found["bad"][-1].message
+    assert found["good"][-1].reason == engine.LENGTH and sum(len(p.tokens) for p in found["good"]) == 9
+    running.settle()
+
+
 def test_an_engine_that_ends(folder):
     """Whoever asks while it ends gets an answer or a refusal, and nobody waits for ever."""
     for round in range(5):
@@ -438,6 +468,26 @@ def test_time_limit(folder):
         running.client.completions.create(model="tiny", prompt="x", max_tokens=240, extra_body={"ignore_eos": True})
     running.settle()
     running.close()
+
+
+def test_time_is_up_behind_the_last_piece(running):
+    """A client that reads slowly gets the end of an answer that came in time."""
+
+    async def read():
+        pieces, found = asyncio.Queue(), []
+        server = SimpleNamespace(
+            name="m", limits=serve.Limits(seconds=0.05), metrics=running.server.metrics, cancel=lambda answers: None
+        )
+        reply = serve.Reply(server, "text_completion", SimpleNamespace(n=1), [None], pieces)
+        pieces.put_nowait((0, engine.Piece("a", (1,), (0.0,), ((),))))
+        async for _, piece in reply.come():
+            found.append(piece)
+            if piece.reason is None:
+                pieces.put_nowait((0, engine.Piece("b", (2,), (0.0,), ((),), engine.STOP)))
+                await asyncio.sleep(0.1)
+        return found
+
+    assert [(piece.text, piece.reason) for piece in asyncio.run(read())] == [("a", None), ("b", engine.STOP)]
 
 
 def test_a_body_that_does_not_come(folder):

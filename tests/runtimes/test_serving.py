@@ -1072,6 +1072,7 @@ def check_guesses(folder, monkeypatch, captured, seed):
                 assert request.coming == 0 and request.cached <= len(request.prompt) + len(request.tokens) - 1
                 assert not batch.paged or len(request.pages) == -(-request.cached // BLOCK) or request.waiting > 1
                 assert len(request.chain) * BLOCK <= request.cached
+            assert batch.paged or batch.pool.in_use == 0
             rows = [row for r in batch.running for row in (r.state, r.spare) if batch.linear]
             assert len({*rows, batching.EMPTY}) == len(rows) + 1, "two requests have a state"
     assert batch.guessed_right > 30 and batch.guessed > batch.guessed_right + 20 and batch.pool.in_use == 0
@@ -1092,6 +1093,17 @@ def test_guesses_change_no_token(folder, monkeypatch, captured, seed):
 @pytest.mark.parametrize("seed", rest_slow(range(6)))
 def test_wrong_guesses_leave_states_as_they_were(linear_folder, monkeypatch, captured, seed):
     check_guesses(linear_folder, monkeypatch, captured, seed)
+
+
+def test_guesses_where_no_layer_has_pages(linear_folder, monkeypatch):
+    """A text longer than a pool that nobody needs."""
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [5] * count)
+    batch = ContinuousBatch(linear_folder, pages=20, providers=["CPUExecutionProvider"], speculate=2)
+    if batch.paged:
+        pytest.skip("its softmax layers have pages")
+    request = batch.add(random_prompt(300, 1), 4, stop_tokens=())
+    batch.run()
+    assert request.tokens == alone_by_generate(linear_folder, request) and batch.guessed
 
 
 def test_what_a_wrong_guess_costs_a_state(linear_folder, monkeypatch):
