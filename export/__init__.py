@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.quantised_caches import CalibratedCache as CalibratedCache
     from leanfleet.export.quantised_caches import calibrate as calibrate
     from leanfleet.export.quantised_weights import quantise as quantise
+    from leanfleet.export.token_shards import decay_over_ranks as decay_over_ranks
+    from leanfleet.export.token_shards import normalized_over_ranks as normalized_over_ranks
     from leanfleet.export.torch_ops import all_gather as all_gather
     from leanfleet.export.torch_ops import all_reduce as all_reduce
     from leanfleet.export.torch_ops import causal_conv as causal_conv
@@ -57,6 +59,7 @@ _HOMES = {
     "export_decoder": "decoder",
     "finalize": "onnx_export",
     "decay_gates": "torch_ops",
+    "decay_over_ranks": "token_shards",
     "gated_activation": "torch_ops",
     "gated_delta_rule": "torch_ops",
     "gated_delta_rule_": "torch_ops",
@@ -67,6 +70,7 @@ _HOMES = {
     "normalized_linear_attention": "torch_ops",
     "normalized_linear_attention_": "torch_ops",
     "normalized_linear_attention_grad": "torch_ops",
+    "normalized_over_ranks": "token_shards",
     "quantise": "quantised_weights",
     "register_schemas": "onnx_export",
     "sample_tokens": "torch_ops",

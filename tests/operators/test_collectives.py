@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from leanfleet import communicators, native
-from leanfleet.export import all_gather, all_reduce, lean_attention, merge_attention, reference
+from leanfleet.export import all_gather, all_reduce, decay_over_ranks, lean_attention, merge_attention, reference
 from support import ort_models, ranks
 from support.kernels import run_kernel
 from support.linear_cases import OPS, one_node_model, session_of
@@ -56,6 +56,31 @@ def test_attention_over_the_keys_of_all_ranks(world):
     given = communicators.unique_id(), None, None, "cpu", 40 + world
     for found in ranks.run_ranks(ranks.attention_over_ranks, world, world, *given):
         assert isinstance(found, tuple) and found[0] <= 1 and found[1] == 30, found
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_linear_attention_over_tokens_of_all_ranks(world):
+    """Outputs, states behind the text and gradients, of pieces of unequal lengths, both layouts, shared heads."""
+    for found in ranks.run_ranks(ranks.token_shards, world, world, communicators.unique_id(), 50 + world):
+        assert isinstance(found, tuple) and found[0] <= 1 and found[1] == 24, found
+
+
+def test_linear_attention_over_tokens_as_nodes(tmp_path):
+    for found in ranks.run_ranks(ranks.token_shards_as_nodes, 2, 2, communicators.unique_id(), str(tmp_path)):
+        assert isinstance(found, float) and found < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        (dict(rank=2, world=2), "rank is 2; expected 0 to 1"),
+        (dict(rank=0, world=65), "world is 65; expected a number of ranks, 1 to 64"),
+        (dict(rank=torch.tensor([0], dtype=torch.int32), world=2), "rank is torch.int32 .1.; expected int64 .1., or an int"),
+    ),
+)
+def test_wrong_ranks_of_token_shards(options, message):
+    with pytest.raises(ValueError, match=message):
+        decay_over_ranks(*torch.randn(3, 1, 2, 4, 8), **options)
 
 
 @pytest.mark.slow

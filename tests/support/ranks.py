@@ -402,3 +402,118 @@ def attention_over_ranks(rank, world, id, library, folder, device, seed):
             assert (lse.double() - exact_lse)[finite].abs().le(1e-4 + 4 * eps * (dtype != torch.float32)).all()
             worst, merges = max(worst, float(((output.double() - exact).abs() / allowed).max())), merges + 1
         return worst, merges, made.direct
+
+
+def token_shards(rank, world, id, seed):
+    """The largest errors of linear attention over a text that ranks share by tokens, outputs and gradients, against one scan of
+    all of it in float64, in units of what the type's rounding allows; and how many calls there were."""
+    import torch
+
+    from leanfleet.export import decay_over_ranks, normalized_over_ranks, reference
+
+    torch.set_num_threads(1)
+    draw, worst, calls = torch.Generator().manual_seed(seed), 0.0, 0
+    with communicators.create("world", rank, world, id=id, engine="shared_memory", timeout=30):
+
+        def pick(*choices):
+            return choices[int(torch.randint(len(choices), (), generator=draw))]
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=draw)
+
+        def whole(pieces, axis):
+            return torch.cat([piece.double() for piece in pieces], axis)
+
+        for turn in range(24):
+            dtype = (torch.float32, torch.bfloat16, torch.float16)[turn % 3]
+            batch, heads, group, width, wide = pick(1, 2), pick(1, 2), pick(1, 3), pick(8, 24), pick(8, 16)
+            lens = [pick(1, 7, 40) for _ in range(world)]
+            layout, kind = pick("bhnd", "bnhd"), pick("none", "head", "token", "normalized")
+            if kind == "normalized":
+                layout = "bhnd"
+            axis = 2 if layout == "bhnd" else 1
+
+            queries, values = heads * group, heads if kind == "normalized" else heads * group
+            # The last one is the gradient of the output.
+            sizes = ((queries, width), (heads, width), (values, wide), (queries, 1), (queries, wide))
+            drawn = [[normal(batch, count, n, columns).to(dtype) for n in lens] for count, columns in sizes]
+            if layout == "bnhd":
+                drawn = [[x.transpose(1, 2).contiguous() for x in pieces] for pieces in drawn]
+            query, key, value, each, outer = drawn
+            decays = None
+            if kind == "head":
+                decays = [-normal(queries).abs()] * world
+            elif kind == "token":
+                decays = [-x[..., 0].float().abs() for x in each]
+            asked = [query, key, value, *([decays] if decays else [])]
+            exact = [whole(pieces, axis) for pieces in asked[:3]]
+            if decays:
+                exact.append(decays[0].double() if kind == "head" else whole(decays, axis))
+            exact = [x.requires_grad_() for x in exact]
+            own = [pieces[rank].clone().requires_grad_() for pieces in asked]
+            if kind == "normalized":
+                expected = reference.normalized_linear_attention(*exact, normalize_qk=1)[0]
+                found = normalized_over_ranks(*own, rank=rank, world=world)
+            else:
+                decay = exact[3] if decays else None
+                expected, end = reference.causal_linear_decay(*exact[:3], decay, return_state=1, scale=0.3, layout=layout)[:2]
+                options = dict(rank=rank, world=world, scale=0.3, layout=layout, return_state=True)
+                found, state = decay_over_ranks(*own[:3], own[3] if decays else None, **options)
+                worst = max(worst, float((state - end).abs().max() / (1e-5 + 2**-7 * end.abs().max())))
+            expected.backward(whole(outer, axis))
+            found.backward(outer[rank])
+            begin = sum(lens[:rank])
+            eps, checked = torch.finfo(dtype).eps, [(found.detach(), expected.detach())]
+            checked += [(x.grad, y.grad) for x, y in zip(own[:3], exact[:3])]
+            if kind == "token":
+                checked.append((own[3].grad, exact[3].grad))
+            for ours, right in checked:
+                right = right.narrow(axis, begin, lens[rank])
+                size = max(float(right.abs().max()), 1.0)
+                worst = max(worst, float((ours.double() - right).abs().max()) / (16 * max(eps, 1e-6) * size))
+            if kind == "head":  # ranks' parts of one sum
+                from leanfleet.export import all_reduce
+
+                total = all_reduce(own[3].grad.contiguous())
+                right = exact[3].grad
+                worst = max(
+                    worst, float((total - right).abs().max() / (64 * max(eps, 1e-6) * max(1.0, float(right.abs().max()))))
+                )
+            calls += 1
+    return worst, calls
+
+
+def token_shards_as_nodes(rank, world, id, folder):
+    """An exported layer over a text that ranks share, one file for all, in ONNX Runtime: the largest difference to PyTorch's over
+    all of it."""
+    import onnxruntime
+    import torch
+
+    from leanfleet import ort_ops
+    from leanfleet.export import causal_linear_decay, decay_over_ranks, export
+
+    torch.manual_seed(3)
+    query, key, value = torch.randn(3, 1, 2, 9 * world, 8)
+    decay = torch.tensor([-0.2, -0.01])
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, decay, rank):
+            return decay_over_ranks(query, key, value, decay, rank=rank, world=world)
+
+    own = [x[:, :, 9 * rank : 9 * rank + 9].contiguous() for x in (query, key, value)]
+    path = f"{folder}/layer.onnx"
+    with communicators.create("world", rank, world, id=id, engine="shared_memory", timeout=30):
+        names = ["query", "key", "value", "decay", "rank"]
+        given = (*own, decay, torch.tensor([rank]))
+        if rank == 0:
+            export(Layer().eval(), given, path, input_names=names)
+            open(f"{folder}/done", "w").close()
+        while not os.path.exists(f"{folder}/done"):
+            time.sleep(0.05)
+        settings = onnxruntime.SessionOptions()
+        ort_ops.register(settings)
+        session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {n: x.numpy() for n, x in zip(names, given)})
+    right = causal_linear_decay(query, key, value, decay)
+    right = right if isinstance(right, torch.Tensor) else right[0]
+    return float((torch.from_numpy(found) - right[:, :, 9 * rank : 9 * rank + 9]).abs().max())
