@@ -133,7 +133,10 @@ def lacking(program):
     """Why an example cannot run here, "" where it can."""
     if "trt_plugins" not in program:
         return ""
-    if re.search(r"\b(deserialize|inspect|Engine|TrtRunner|running import (generate, )?load_decoder|serving import ContinuousBatch)\b", program):
+    if re.search(
+        r"\b(deserialize|inspect|Engine|TrtRunner|running import (generate, )?load_decoder|serving import ContinuousBatch)\b",
+        program,
+    ):
         return driver.why_no_gpu() or "there is no engine"
     try:
         trt_plugins.runtime()
