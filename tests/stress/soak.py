@@ -63,7 +63,7 @@ async def gauges(port):
     return {name: float(value) for name, value in re.findall(r"^leanfleet_(\w+) (\S+)$", body.decode(), re.M)}
 
 
-async def keep_at_it(port, base, number, source, until, found):
+async def keep_at_it(port, base, source, until, found):
     """One client after the other."""
     await asyncio.sleep(source.random())
     while time.monotonic() < until:
@@ -122,8 +122,8 @@ async def soak(process, port, base, seconds, count, seed):
     sources = [random.Random(f"{seed}:soak:{i}") for i in range(count)]
     async with asyncio.TaskGroup() as group:
         group.create_task(watch(process, port, until, seen))
-        for i, source in enumerate(sources):
-            group.create_task(keep_at_it(port, base, i, source, until, found))
+        for source in sources:
+            group.create_task(keep_at_it(port, base, source, until, found))
     told = await settled(port)
     if found["parted"] > 1 + found["drawn"] * PARTED:
         raise clients.Wrong(f"{found['parted']} drawn answers are others than alone, beside {found['drawn']} right ones")
