@@ -349,14 +349,32 @@ class TextStream:
         return [self.tokens[self._from : self._to], [*self.tokens[self._from :], *new]]
 
     def _told(self, whole: bool, before: str, text: str) -> str:
+        """whole: nothing comes any more."""
+        pending = len(self.tokens) - self._to
         if text.endswith("\ufffd") and len(text) > len(before) and not whole:  # a character of several tokens
-            return ""
+            if pending <= MOST_PENDING:
+                return ""
+            if (end := self._end_of_broken(text)) or pending <= 2 * MOST_PENDING:
+                return self._tell(end, text[len(before) : -1]) if end else ""
+        whole = whole or pending > MOST_PENDING
         if len(text) <= len(before):
             if whole:  # tokens without text, such as a model's own marks
                 del self.tokens[self._to :]
             return ""
-        self._from, self._to = self._to, len(self.tokens)
-        return text[len(before) :]
+        return self._tell(len(self.tokens), text[len(before) :])
+
+    def _end_of_broken(self, text: str) -> int:
+        """Of many bytes that are no characters, all but the last U+FFFD are so for good; it stands for one to three bytes that
+        may yet become one. Where the tokens of these begin, 0 where no token does."""
+        for end in range(len(self.tokens) - 1, max(len(self.tokens) - 4, self._to), -1):
+            if decode_each(self.tokenizer, [self.tokens[self._from : end]])[0] + "\ufffd" == text:
+                return end
+        return 0
+
+    def _tell(self, end: int, text: str) -> str:
+        """The text, and that of the tokens it is up to `end`."""
+        self._from, self._to = self._to, end
+        return text
 
 
 def add_each(streams: Sequence[TextStream], tokens: Sequence[int]) -> list[str]:
@@ -378,7 +396,7 @@ def add_each(streams: Sequence[TextStream], tokens: Sequence[int]) -> list[str]:
     found = []
     for i, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
         stream.tokens.append(token)
-        found.append(stream._told(len(stream.tokens) - stream._to > MOST_PENDING, *texts[2 * i : 2 * i + 2]))
+        found.append(stream._told(False, *texts[2 * i : 2 * i + 2]))
     return found
 
 

@@ -180,6 +180,21 @@ def test_text_stream_gives_all_bytes():
         assert len(told) > size / 4 or size < 30
 
 
+@pytest.mark.parametrize("size, count", ((40, 3000), (300, 300)))
+def test_text_streams_of_noise(size, count):
+    """Characters that stand among many bytes that are none come whole: a stream tells the text of all its tokens."""
+    tokenizer, random, told = byte_tokenizer(), np.random.default_rng(size), 0
+    for _ in range(count):
+        tokens = random.integers(0, 256, size)
+        tokens[random.random(size) < 0.5] |= 128  # more that begin or go on
+        stream = streams_of_text.TextStream(tokenizer)
+        pieces = [stream.add(token) for token in tokens.tolist()]
+        assert "".join(pieces) + stream.finish() == tokenizer.decode(tokens.tolist())
+        told += sum(map(len, pieces))
+        assert len(stream.tokens) - stream._to <= 2 * streams_of_text.MOST_PENDING
+    assert told > 0.5 * size * count
+
+
 @pytest.mark.parametrize("clean_up", (False, True))
 def test_streams_together(monkeypatch, clean_up):
     """Tokens of several texts, decoded by one call of the tokenizer beneath where it does nothing else, are those of each alone."""
