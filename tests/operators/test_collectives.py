@@ -2,7 +2,6 @@
 against the float64 reference."""
 
 import math
-import os
 import socket
 import threading
 import time
@@ -25,14 +24,6 @@ INF, NAN = math.inf, math.nan
 # Exchanges between processes
 
 
-def shared_file_is_there(own):
-    """Of the communicator with this id, as csrc/core/board.cpp names it: other tests have theirs."""
-    number = 0xCBF29CE484222325
-    for byte in own:
-        number = (number ^ byte) * 0x100000001B3 % 2**64
-    return os.path.exists(f"/dev/shm/leanfleet-{number:016x}")
-
-
 def wait_for(condition, seconds=5):
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
@@ -47,7 +38,7 @@ def test_sums_and_gatherings(world):
     found = ranks.run_ranks(ranks.exchange, world, world, ids)
     for worst, sums in found:
         assert worst <= 0.51 and sums == found[0][1], found
-    assert not any(map(shared_file_is_there, ids))
+    assert not any(map(ranks.shared_file_is_there, ids))
 
 
 @pytest.mark.parametrize("world", (2, 3))
@@ -123,12 +114,12 @@ def test_ranks_that_differ(what, parts):
 
 def test_a_rank_that_does_not_come():
     own, seen = communicators.unique_id(), []
-    late = threading.Thread(target=lambda: seen.append(wait_for(lambda: shared_file_is_there(own))))
+    late = threading.Thread(target=lambda: seen.append(wait_for(lambda: ranks.shared_file_is_there(own))))
     late.start()
     with pytest.raises(native.LeanfleetError, match="communicator 'world', rank 0 of 2: rank 1 has not come within 0.5 s"):
         communicators.create("world", 0, 2, id=own, timeout=0.5)
     late.join()
-    assert communicators.names() == [] and seen == [True] and not shared_file_is_there(own)
+    assert communicators.names() == [] and seen == [True] and not ranks.shared_file_is_there(own)
 
 
 def test_ids_are_exchanged_through_a_file(tmp_path):

@@ -69,4 +69,4 @@ def test_how_a_communicator_ends(how, message, fake_nccl, tmp_path, monkeypatch)
     text, seconds, aborts, destroys = ranks.run_ranks(ranks.life_with_nccl, 2, 2, id, fake_nccl, how, dying=dying)[0]
     assert (aborts, destroys) == ((0, 1) if how == "good" else (1, 0)), text
     assert text is None if message is None else re.search("communicator 'world', " + message, text), text
-    assert seconds < 20 and not [name for name in os.listdir("/dev/shm") if name.startswith("leanfleet-")]
+    assert seconds < 20 and not ranks.shared_file_is_there(id)

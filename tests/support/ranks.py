@@ -51,6 +51,14 @@ def run_ranks(function, world, *arguments, dying=()):
     return found
 
 
+def shared_file_is_there(own):
+    """Of the communicator with this id, as csrc/core/board.cpp names it: other tests have theirs."""
+    number = 0xCBF29CE484222325
+    for byte in own:
+        number = (number ^ byte) * 0x100000001B3 % 2**64
+    return os.path.exists(f"/dev/shm/leanfleet-{number:016x}")
+
+
 def call(op, x, attrs, outputs_of=1, in_place=False, device="cpu"):
     """A node on a numpy array through the C interface; outputs_of: how often the first axis repeats. device: "cuda" with the
     library of a simulated GPU."""
