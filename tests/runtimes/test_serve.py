@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -527,6 +528,7 @@ def test_the_command(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="README asks with curl")
 def test_serving_as_readme_says(folder, tmp_path):
     """Its commands as they stand, but for the model's place and the port."""
     blocks = re.findall(r"^```\n(leanfleet (?:export|serve).*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
