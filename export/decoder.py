@@ -56,7 +56,7 @@ from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
-from leanfleet.export.linear_attention import UnitFeatures, featured, features_of, refuse_options
+from leanfleet.export.linear_attention import NORMALIZER_EPS, UnitFeatures, featured, features_of, refuse_options
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache, cache_facts, form_of
 from leanfleet.export.reference import FORM_TYPES
 from leanfleet.export.support import (
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
-NORMALIZER_EPS = 1e-6  # what NormalizedLinearAttention's denominators are at least
 INSIDE = 1 << 24  # bytes of weights that a model's file itself may hold
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from leanfleet import spec
 from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS
 from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
 from leanfleet.export.torch_ops import causal_linear_decay, normalized_linear_attention
 
+NORMALIZER_EPS: Any = spec.all_specs()["NormalizedLinearAttention"].attr("eps").default  # a denominator is at least so much
 _CARRIED = "initial_state", "initial_key_sum", "initial_value_sum", "initial_count"
 
 

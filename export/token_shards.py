@@ -11,12 +11,14 @@ Source: "LeetDecoding" (2024), equation 4, whose recurrence carries states over 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from leanfleet.decoder_contract import MOST_RANKS, WORLD
-from leanfleet.export.linear_attention import UnitFeatures
+from leanfleet import communicators
+from leanfleet.decoder_contract import WORLD
+from leanfleet.export.linear_attention import NORMALIZER_EPS, UnitFeatures
 from leanfleet.export.torch_ops import all_gather, all_reduce, causal_linear_decay
 
 
@@ -24,15 +26,15 @@ class _Gather(torch.autograd.Function):
     """AllGather of a tensor [1,...], with gradients: a rank's is the sum of what all ranks' outputs say of it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: str, world: int, rank: int) -> torch.Tensor:
-        ctx.communicator, ctx.rank = communicator, rank
+    def forward(ctx: Any, tensor: torch.Tensor, communicator: str, world: int) -> torch.Tensor:
+        ctx.communicator = communicator
         gathered: torch.Tensor = all_gather(tensor, communicator=communicator, world=world)
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         summed = all_reduce(grads[0].contiguous(), communicator=ctx.communicator)
-        return summed[ctx.rank : ctx.rank + 1], None, None, None
+        return summed[communicators.rank_of(ctx.communicator)].unsqueeze(0), None, None
 
 
 def decay_over_ranks(
@@ -41,9 +43,9 @@ def decay_over_ranks(
     value: torch.Tensor,
     log_decay: torch.Tensor | None = None,
     *,
-    rank: int | torch.Tensor,
-    world: int,
     communicator: str = WORLD,
+    world: int | None = None,
+    rank: torch.Tensor | None = None,
     scale: float = 1.0,
     layout: str = "bhnd",
     return_state: bool = False,
@@ -51,12 +53,13 @@ def decay_over_ranks(
     """CausalLinearDecay over a text of which each rank has a piece, in the order of the ranks.
 
     query T [B,Hq,N,R], key T [B,Hk,N,R], value T [B,Hv,N,Dv], log_decay float32 [Hv] or [B,Hv,N] (tokens before heads where
-    layout is "bnhd"), as causal_linear_decay has them: this rank's tokens, of which ranks may have unequal numbers. rank: this
-    process's, or in an exported graph, which serves all ranks, int64 [1]. world: how many ranks communicator has.
+    layout is "bnhd"), as causal_linear_decay has them: this rank's tokens, of which ranks may have unequal numbers.
+    communicator: the name of the ranks' one. world, rank: for a module that is exported where it does not run: how many ranks
+    there will be, and int64 [1], an input by which one graph serves all of them.
     Returns T [B,H,N,Dv], this rank's rows; with return_state also the state behind the whole text, float32 [B,Hv,R,Dv], the
-    same on all ranks. With an int rank it has gradients; that of a log_decay [Hv], which ranks share, is this rank's part of
-    their sum. All ranks call it, forward and backward, in the same order. Raises ValueError for a rank or world that is none,
-    and what causal_linear_decay and all_gather raise.
+    same on all ranks. Without `rank` it has gradients; that of a log_decay [Hv], which ranks share, is this rank's part of
+    their sum. All ranks call it, forward and backward, in the same order. Raises ValueError for gradients with `rank`, and what
+    causal_linear_decay and all_gather raise.
 
     Example:
         import torch
@@ -64,27 +67,22 @@ def decay_over_ranks(
         from leanfleet.export import decay_over_ranks
 
         q, k, v = torch.randn(3, 1, 2, 8, 16)
-        with communicators.create("world", rank=0, world=1):      # this process alone
-            print(decay_over_ranks(q, k, v, torch.tensor([-0.1, -0.2]), rank=0, world=1).shape)  # torch.Size([1, 2, 8, 16])
+        with communicators.create():      # this process alone
+            print(decay_over_ranks(q, k, v, torch.tensor([-0.1, -0.2])).shape)  # torch.Size([1, 2, 8, 16])
     """
-    _check_ranks(rank, world)
-    state, total = _summed(key, value, log_decay, layout)
+    options: dict[str, Any] = {"scale": scale, "layout": layout}
+    world = world or communicators.world_of(communicator) or 1
+    try:
+        state, total = _summed(key, value, log_decay, layout)
+    except RuntimeError:
+        causal_linear_decay(query, key, value, log_decay, **options)  # says which tensor does not fit
+        raise
     both = torch.cat([state.flatten(2), total.unsqueeze(-1)], -1)  # one exchange
     gathered = _gathered(both, communicator, world, rank)
-    states = gathered[..., :-1].unflatten(-1, state.shape[2:])  # [W,B,Hv,R,Dv]
-    ends = gathered[..., -1].cumsum(0)  # [W,B,Hv]: log decays behind each rank, from the text's beginning
-    first = torch.zeros_like(ends[:1])
-    numbers = torch.arange(world, device=ends.device)
-    own = rank if isinstance(rank, torch.Tensor) else torch.tensor([rank], device=ends.device)
-    begin = torch.cat([first, ends]).index_select(0, own)
-    weights = torch.exp((begin - ends).clamp(max=0.0)) * (numbers < own).view(-1, 1, 1).to(ends.dtype)
-    before = (weights[..., None, None] * states).sum(0)
-    output = causal_linear_decay(query, key, value, log_decay, before, scale=scale, layout=layout)
-    output = output if isinstance(output, torch.Tensor) else output[0]
-    if not return_state:
-        return output
-    weights = torch.exp(ends[-1:] - ends)
-    return output, (weights[..., None, None] * states).sum(0)
+    states, totals = gathered[..., :-1].unflatten(-1, state.shape[2:]), gathered[..., -1]
+    before = _behind(states, totals, communicators.rank_of(communicator) if rank is None else rank)
+    output: torch.Tensor = causal_linear_decay(query, key, value, log_decay, before, **options)
+    return (output, _behind(states, totals, world)) if return_state else output
 
 
 def normalized_over_ranks(
@@ -92,10 +90,9 @@ def normalized_over_ranks(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    rank: int | torch.Tensor,
-    world: int,
     communicator: str = WORLD,
-    eps: float = 1e-6,
+    world: int | None = None,
+    rank: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """NormalizedLinearAttention with normalize_qk over a text of which each rank has a piece, in the order of the ranks.
 
@@ -109,36 +106,24 @@ def normalized_over_ranks(
         from leanfleet.export import normalized_over_ranks
 
         q, k, v = torch.randn(3, 1, 2, 8, 16)
-        with communicators.create("world", rank=0, world=1):
-            print(normalized_over_ranks(q, k, v, rank=0, world=1).shape)      # torch.Size([1, 2, 8, 16])
+        with communicators.create():
+            print(normalized_over_ranks(q, k, v).shape)      # torch.Size([1, 2, 8, 16])
     """
     summed = torch.cat([value.float(), torch.ones_like(value[..., :1], dtype=torch.float32)], -1)
     rows = UnitFeatures.query(query), UnitFeatures.key(key)
-    both = decay_over_ranks(*rows, summed, rank=rank, world=world, communicator=communicator)
+    both = decay_over_ranks(*rows, summed, communicator=communicator, world=world, rank=rank)
     assert isinstance(both, torch.Tensor)
-    return (both[..., :-1] / both[..., -1:].clamp(min=eps)).to(value.dtype)
+    return (both[..., :-1] / both[..., -1:].clamp(min=NORMALIZER_EPS)).to(value.dtype)
 
 
-def _check_ranks(rank: int | torch.Tensor, world: int) -> None:
-    if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MOST_RANKS:
-        raise ValueError(f"world is {world!r}; expected a number of ranks, 1 to {MOST_RANKS}")
-    if isinstance(rank, torch.Tensor):
-        if rank.shape != (1,) or rank.dtype != torch.int64:
-            raise ValueError(f"rank is {rank.dtype} {list(rank.shape)}; expected int64 [1], or an int")
-    elif not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
-        raise ValueError(f"rank is {rank!r}; expected 0 to {world - 1}")
-
-
-def _gathered(tensor: torch.Tensor, communicator: str, world: int, rank: int | torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None) -> torch.Tensor:
     """[W,...] of a rank's tensor [...]."""
-    alone = tensor.unsqueeze(0)
-    if isinstance(rank, int) and torch.is_grad_enabled() and tensor.requires_grad:
-        applied: torch.Tensor = _Gather.apply(alone, communicator, world, rank)
-        return applied
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise ValueError("gradients need the rank as an int")
-    gathered: torch.Tensor = all_gather(alone, communicator=communicator, world=world)
-    return gathered
+    wants_grad = torch.is_grad_enabled() and tensor.requires_grad
+    if wants_grad and rank is not None:
+        raise ValueError("rank is given, with which there are no gradients: leave it out, or call it under torch.no_grad()")
+    gather = _Gather.apply if wants_grad else functools.partial(all_gather, communicator=communicator, world=world)
+    found: torch.Tensor = gather(tensor.unsqueeze(0), *((communicator, world) if wants_grad else ()))
+    return found
 
 
 def _summed(
@@ -154,9 +139,20 @@ def _summed(
         total = values.new_zeros(batch, heads)
     else:
         each = log_decay.view(1, -1, 1).expand(batch, heads, tokens) if log_decay.dim() == 1 else log_decay
-        seen = each.float().cumsum(-1)
-        total = seen[..., -1]
-        values = values * torch.exp(total.unsqueeze(-1) - seen).unsqueeze(-1)
-    shared = values.reshape(batch, key.shape[1], -1, tokens, width)  # the values of each key head
+        # Sums from the end are small where they count. No difference of sums, either of which may be -inf.
+        behind = each.float().flip(-1).cumsum(-1).flip(-1)
+        total = behind[..., :1].sum(-1)
+        later = torch.cat([behind[..., 1:], torch.zeros_like(behind[..., :1])], -1)
+        values = values * torch.exp(later).unsqueeze(-1)
+    shared = values.reshape(batch, key.shape[1], heads // key.shape[1], tokens, width)  # the values of each key head
     state = keys.transpose(-1, -2).unsqueeze(2) @ shared
     return state.reshape(batch, heads, key.shape[3], width), total
+
+
+def _behind(states: torch.Tensor, totals: torch.Tensor, end: int | torch.Tensor) -> torch.Tensor:
+    """The state [B,Hv,R,Dv] behind the ranks before `end`, of each rank's own [W,B,Hv,R,Dv] and its log decay [W,B,Hv]."""
+    rank = torch.arange(states.shape[0], device=states.device)
+    between = (rank > rank.unsqueeze(1)) & (rank < end)  # [W,W]: whether the second decays the first's
+    decay = torch.where(between[..., None, None], totals, torch.zeros((), device=totals.device)).sum(1)
+    weights = torch.exp(decay) * (rank < end).view(-1, 1, 1)
+    return (weights[..., None, None] * states).sum(0)

@@ -254,6 +254,11 @@ def world_of(name: str) -> int:
     return max((one.world for (known, _), one in _open.items() if known == name), default=0)
 
 
+def rank_of(name: str) -> int:
+    """This process's rank in the communicator; 0 where there is none."""
+    return max((one.rank for (known, _), one in _open.items() if known == name), default=0)
+
+
 def _destroy_all():
     for name in names():
         with contextlib.suppress(ValueError, native.LeanfleetError):

@@ -230,14 +230,13 @@ class Engine:
                 self._end(each, FAILED, Piece("", reason=FAILED, message=str(each.request.error)))
 
     def _tell(self, new: Sequence[tuple[Request, int]], now: float) -> None:
-        """Gives a token each to some answers. What their tokenizer, or who listens, raises ends the answer that it is of."""
+        """Gives some answers a token each. An answer ends where its tokenizer, or who listens to it, raises."""
         told = [(answer, token) for request, token in new if (answer := self._answers.get(id(request)))]
         added = [(answer, token) for answer, token in told if not answer.stops_at(token)]
         texts: dict[int, str] = {}
         with suppress(Exception):  # of one of them: each is asked alone then
-            texts = dict(
-                zip((id(a) for a, _ in added), add_each([a.text for a, _ in added], [t for _, t in added]), strict=True)
-            )
+            found = add_each([answer.text for answer, _ in added], [token for _, token in added])
+            texts = {id(answer): text for (answer, _), text in zip(added, found, strict=True)}
         for answer, token in told:
             before = self._times.get(id(answer.request))
             self.observe("first_token" if before is None else "next_token", now - (before or answer.asked))

@@ -352,10 +352,10 @@ class TextStream:
         """whole: nothing comes any more."""
         pending = len(self.tokens) - self._to
         if text.endswith("\ufffd") and len(text) > len(before) and not whole:  # a character of several tokens
-            if pending <= MOST_PENDING:
+            if pending > MOST_PENDING and (end := self._end_of_broken(text)):
+                return self._tell(end, text[len(before) : -1])
+            if pending <= 2 * MOST_PENDING:
                 return ""
-            if (end := self._end_of_broken(text)) or pending <= 2 * MOST_PENDING:
-                return self._tell(end, text[len(before) : -1]) if end else ""
         whole = whole or pending > MOST_PENDING
         if len(text) <= len(before):
             if whole:  # tokens without text, such as a model's own marks
@@ -372,7 +372,7 @@ class TextStream:
         return 0
 
     def _tell(self, end: int, text: str) -> str:
-        """The text, and that of the tokens it is up to `end`."""
+        """The text, which is that of the tokens up to `end`: they are told from now on."""
         self._from, self._to = self._to, end
         return text
 

@@ -27,6 +27,7 @@ import shlex
 import string
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -149,7 +150,7 @@ def measure(address, model, requests, rate, seed, clients):
     def spread(values):
         return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
 
-    gaps = [gap for _, own, _ in found for gap in own]
+    pauses = [pause for _, own, _ in found for pause in own]
     return {
         "rate": rate if np.isfinite(rate) else "all at once",
         "requests": len(requests),
@@ -157,7 +158,7 @@ def measure(address, model, requests, rate, seed, clients):
         "tokens_per_second": sum(counts) / seconds,
         "first_token_seconds": spread([first for first, *_ in found]),
         "next_token_seconds": spread([sum(own) / (n - 1) for (_, own, _), n in zip(found, counts, strict=True)]),
-        "pause_seconds": spread(gaps),
+        "pause_seconds": spread(pauses),
     }
 
 
@@ -205,12 +206,15 @@ def floor(sizes, shared, held, bandwidth, flops):
     return max(moved / bandwidth, 2 * read * held["products"] / WEIGHT_BYTES / flops)
 
 
-def serving(folder, options):
-    """(process, address) of a server."""
+def serving(folder, options, key=KEY):
+    """(process, model's name, address) of a server."""
     command = [sys.executable, "-m", "leanfleet", "serve", folder, "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "LEANFLEET_API_KEY": KEY})
+    environment = {**os.environ, "LEANFLEET_API_KEY": key}
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment)
     for line in process.stderr:
         if found := re.match(r"serving (\S+) at (\S+) ", line):
+            # It warns of requests that are none, and would wait for a reader.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, found[1], found[2]
         print(line, end="", file=sys.stderr)
     raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")

@@ -62,16 +62,28 @@ def test_linear_attention_over_tokens_as_nodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "changes, message",
     (
-        (dict(rank=2, world=2), "rank is 2; expected 0 to 1"),
-        (dict(rank=0, world=65), "world is 65; expected a number of ranks, 1 to 64"),
-        (dict(rank=torch.tensor([0], dtype=torch.int32), world=2), "rank is torch.int32 .1.; expected int64 .1., or an int"),
+        (dict(log_decay=torch.zeros(3)), "CausalLinearDecay: log_decay has shape .3.: axis 0 of .Hv. is 3; expected 2"),
+        (dict(key=torch.randn(1, 3, 4, 8)), "CausalLinearDecay: .* Hv is a multiple of Hk|CausalLinearDecay: .*multiple"),
+        (
+            dict(key=torch.randn(1, 2, 3, 8)),
+            "CausalLinearDecay: key has shape .1,2,3,8.: axis 2 of .B,Hk,N,R. is 3; expected 4",
+        ),
+        (dict(log_decay=torch.ones(2)), "Pass the logarithm, not the decay itself"),
+        (dict(world=2), "AllGather: world is 2, but communicator 'world' has 1 ranks"),
+        (dict(rank=torch.tensor([0]), key=torch.ones(1, 2, 4, 8, requires_grad=True)), "rank is given, .* no gradients"),
     ),
 )
-def test_wrong_ranks_of_token_shards(options, message):
+def test_wrong_arguments_of_token_shards(world_of_one, changes, message):
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
     with pytest.raises(ValueError, match=message):
-        decay_over_ranks(*torch.randn(3, 1, 2, 4, 8), **options)
+        decay_over_ranks(**dict(query=query, key=key, value=value) | changes)
+
+
+def test_token_shards_without_a_communicator():
+    with pytest.raises(ValueError, match="AllGather: there is no communicator 'world'"):
+        decay_over_ranks(*torch.randn(3, 1, 2, 4, 8))
 
 
 @pytest.mark.slow

@@ -16,13 +16,12 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from stress import clients
+from support.benchmarks import script
 
 GROWTH = 1.05, 8 << 20  # of the most memory in a half: a factor, and bytes beside it, of which each is allowed
 FILES = 20  # more open at once than in the first half: connections come and go
@@ -35,18 +34,10 @@ PARTED = 0.001
 
 def serving(base):
     """(process, port) of a server."""
-    folder = clients.folder_of(base)
-    command = [sys.executable, "-m", "leanfleet", "serve", folder, "--port", "0", "--provider", "cpu"]
-    command += ["--max-body", clients.BODY, "--timeout", clients.SECONDS, *(x for pair in OPTIONS.items() for x in pair)]
-    process = subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, text=True, env=os.environ | {"LEANFLEET_API_KEY": clients.KEY}
-    )
-    for line in process.stderr:
-        if found := re.match(r"serving \S+ at \S+:(\d+)", line):
-            # It warns of each request that is none, and would wait for a reader.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return process, int(found[1])
-    raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")
+    limits = {"--provider": "cpu", "--max-body": clients.BODY, "--timeout": clients.SECONDS}
+    options = [x for pair in (limits | OPTIONS).items() for x in pair]
+    process, _, address = script("models.serve").serving(clients.folder_of(base), options, clients.KEY)
+    return process, urlsplit(address).port
 
 
 def state(process):
