@@ -44,6 +44,7 @@ from leanfleet.export.support import fixed_rotary, implementation, linear_layers
 PROMPTS, STEPS = (1, 6, 17), 4
 FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
 RANKS_SECONDS = 600.0  # that ranks may take for the schedule
+_remembered: dict[Any, Any] | None = None  # of `once`
 TRIES = 3  # two experts that are nearly equally likely may change places: a fault shows with any tokens
 
 
@@ -226,8 +227,29 @@ def _prompts(facts):
     return PROMPTS[0], block - STEPS // 2, 2 * block + PROMPTS[2]
 
 
+@contextmanager
+def once() -> Iterator[None]:
+    """In this block a model computes once what is expected of all its files; its weights have to stay as they are."""
+    global _remembered
+    before, _remembered = _remembered, {}
+    try:
+        yield
+    finally:
+        _remembered = before
+
+
 def _expected(model, tokens, rope, cache=None):
     """(logits of every position of every request in float64, what the model loses in its own type)."""
+    if _remembered is None:
+        return _computed(model, tokens, rope, cache)
+    key = id(model), rope, cache, b"".join(t.tobytes() for t in tokens)
+    if key not in _remembered:
+        _remembered[key] = _computed(model, tokens, rope, cache)
+    return _remembered[key]
+
+
+def _computed(model, tokens, rope, cache):
+    """As _expected, anew."""
     ours = hasattr(model, "cache_shapes")
     longest = max(map(len, tokens))
     batch = torch.from_numpy(np.stack([np.pad(t, (0, longest - len(t)), "edge") for t in tokens]))  # causal: padding harms none

@@ -43,7 +43,7 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.driver import Device
 from leanfleet.exchange import Block, CudaStream, Host
-from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
+from leanfleet.generation import FolderTokenizer, check_positive, check_prompt, default_new_tokens, stop_set
 from leanfleet.lookup import Lookup
 from leanfleet.pages import ROOT, PagePool, Snapshots, borders
 from leanfleet.sampling import check_adjustments, check_sampling
@@ -178,7 +178,7 @@ class Limits:
         return min(self.max_requests * (1 + self.speculate), self.step_tokens)
 
 
-class Batch(ABC):
+class Batch(FolderTokenizer, ABC):
     """The batch of a runtime, which brings what is abstract here, and pools of the sizes that `limits` says.
 
     path: the file of the graph. caches: names of the graph's inputs that are pools. exchange: what a step's inputs and results
@@ -188,7 +188,7 @@ class Batch(ABC):
     def __init__(
         self, path: Path, facts: Facts, caches: Sequence[str], limits: Limits, exchange: Host | CudaStream, device: Device
     ) -> None:
-        self.path, self.exchange, self.device = path, exchange, device
+        self.path, self.folder, self.exchange, self.device = path, path.parent, exchange, device
         self.interface = serving_interface(facts)
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = (

@@ -581,6 +581,19 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
     return checked
 
 
+def has_serving(folder: str | Path) -> bool:
+    """Whether leanfleet.json in the folder says that there is a SERVING graph, for one process. What it says is checked by
+    read_facts."""
+    try:
+        with (Path(folder) / FACTS_FILE).open(encoding="utf-8") as file:
+            facts = json.loads(file.read(MOST_FACTS))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(facts, dict) or any(kind in facts for kind in PARALLEL_KINDS):
+        return False
+    return facts.get("kind") == SERVING.kind or model_file(facts) == SERVING_FILE
+
+
 def _check_shares(path: Path, facts: dict[str, Any], ranked: bool, again: str) -> None:
     """Raises ValueError where what leanfleet.json says of a shared context is wrong."""
     if (said := facts.get(CONTEXT_PARALLEL)) is None:

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from onnxruntime import SessionOptions
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from leanfleet.generation import Decoder, Statistics
+    from leanfleet.generation import Batching, Decoder, Statistics
+    from leanfleet.ort_ops.serving import ContinuousBatch
 
 MOST_LAYERS = 10_000
 DEVICE_HELP = "cpu, cuda or, of several GPUs, cuda:1 (default: the first)"
 CALIBRATION_ROW = 2048  # tokens of a text that are calibrated on together
+STEP_TOKENS = 2048  # of prompts that are read together, at most
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
@@ -88,7 +90,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     export.add_argument(
         "--serve",
         action="store_true",
-        help="also write serving.onnx, the graph for `leanfleet serve` and ContinuousBatch, which has the same weights",
+        help="also write serving.onnx, the graph for `leanfleet serve` and ContinuousBatch, which has the same weights; "
+        "`leanfleet generate` is faster with it on a GPU",
     )
     export.add_argument(
         "--tensor-parallel",
@@ -123,7 +126,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "generate",
         help="text from a model that `leanfleet export` wrote",
         description="Streams what a model answers. The prompt goes through the model's chat template where it has one. "
-        "Several prompts are answered in one batch. Speeds go to stderr.",
+        "Several prompts are answered in one batch. Where the folder has serving.onnx, that graph runs: it chooses the tokens, "
+        "and no logits come to the host. Speeds go to stderr.",
     )
     generate.add_argument("folder", help="written by leanfleet export or leanfleet.export.export_decoder, with its tokenizer")
     generate.add_argument("prompt", nargs="+", help="what to answer or to continue; - reads it from stdin")
@@ -380,7 +384,7 @@ def calibration_rows(path: str, model: Any, tokenizer: Any) -> list[list[int]]:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from leanfleet.export import calibrate, export_decoder
+    from leanfleet.export import calibrate, export_decoder, verification
     from leanfleet.export.serving import add_serving
 
     def say(line: str) -> None:
@@ -408,7 +412,7 @@ def _export(arguments: argparse.Namespace) -> None:
         say(f"calibrating {cache} caches on {sum(map(len, rows)):,} tokens of {arguments.calibrate} ...")
         cache = calibrate(model, rows, cache, arguments.scales or "channel")
     options = {name: getattr(arguments, name) for name in ("fuse", "verify", "rope", "narrow_states")} | {"cache": cache}
-    with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
+    with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new, verification.once():
         shared = {name: getattr(arguments, name) for name in decoder_contract.PARALLEL_KINDS}
         export_decoder(model, new, tokenizer, **shared, **options)
         if arguments.serve:
@@ -553,34 +557,34 @@ def _generate(
 ) -> int:
     """Answers; of several ranks the first prints."""
     from leanfleet import generation
-    from leanfleet.ort_ops.generation import load_decoder
 
     providers: Any = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
-    with progress.stage(f"loading {arguments.folder}"):
-        decoder = load_decoder(
-            arguments.folder,
-            providers=providers,
-            cuda_graph=arguments.cuda_graph,
-            device=device or arguments.device,
-            session_options=None if here is None else options_of_rank(here.world, device),
-            rank=None if here is None else here.rank,
-        )
-    tokenizer = decoder.tokenizer
-    quieten_transformers()
-    texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
-    prompts = [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
+    options = {"providers": providers, "cuda_graph": arguments.cuda_graph, "device": device or arguments.device}
+    new_tokens, capacity = arguments.max_tokens, arguments.capacity
+    if here is not None:
+        options |= {"session_options": options_of_rank(here.world, device), "rank": here.rank}
+    decoder: Decoder | Batching
+    if here is None and decoder_contract.has_serving(arguments.folder):
+        decoder, prompts, new_tokens = _open_batch(arguments, options)
+        capacity = None  # its pages are that
+    else:
+        from leanfleet.ort_ops.generation import load_decoder
+
+        with progress.stage(f"loading {arguments.folder}"):
+            decoder = load_decoder(arguments.folder, **options)
+        prompts = read_prompts(arguments, decoder.tokenizer)
     statistics = generation.Statistics()
     steps = generation.stream(
         decoder,
         prompts,
-        arguments.max_tokens,
-        capacity=arguments.capacity,
+        new_tokens,
+        capacity=capacity,
         temperature=temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         seed=arguments.seed,
-        stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop),
+        stop_tokens=stop_tokens(decoder, decoder.tokenizer, arguments.stop),
         statistics=statistics,
     )
     if here is not None and here.rank:  # the same tokens, which rank 0 tells
@@ -588,12 +592,38 @@ def _generate(
             pass
         return 0
     try:
-        print_stream(steps, tokenizer, len(prompts))
+        print_stream(steps, decoder.tokenizer, len(prompts))
     except KeyboardInterrupt:
         print()
         raise
     print(describe(statistics), file=sys.stderr)
     return 0
+
+
+def read_prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of each prompt."""
+    from leanfleet import generation
+
+    quieten_transformers()
+    texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
+    return [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
+
+
+def _open_batch(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[ContinuousBatch, list[list[int]], int]:
+    """(a batch with room for all prompts and their answers at once, the prompts, new tokens of each at most)"""
+    from leanfleet import generation
+    from leanfleet.ort_ops.serving import ContinuousBatch
+
+    facts = decoder_contract.read_facts(arguments.folder, decoder_contract.SERVING)
+    prompts = read_prompts(arguments, generation.load_tokenizer(arguments.folder))
+    lengths = [len(prompt) for prompt in prompts]
+    new, capacity = generation.new_tokens(max(lengths), arguments.max_tokens, arguments.capacity, facts["max_positions"])
+    slots = [capacity if arguments.capacity else length + new for length in lengths]
+    pages = sum(-(-count // facts["block"]) for count in slots)
+    step_tokens = max(min(sum(lengths), STEP_TOKENS), len(prompts))
+    with progress.stage(f"loading {arguments.folder}"):
+        batch = ContinuousBatch(arguments.folder, pages, len(prompts), step_tokens, share=False, **options)
+    return batch, prompts, new
 
 
 def check_device(arguments: argparse.Namespace) -> None:
@@ -603,7 +633,7 @@ def check_device(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--cuda-graph needs the CUDA provider: leave --{option} cpu out")
 
 
-def stop_tokens(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, extra: Iterable[str] = ()) -> list[int]:
+def stop_tokens(decoder: Decoder | Batching, tokenizer: PreTrainedTokenizerBase, extra: Iterable[str] = ()) -> list[int]:
     """Ids of the tokens that end an answer: the model's, the tokenizer's end of text, and those of the given names."""
     stop = set(decoder.stop_tokens)
     if tokenizer.eos_token_id is not None:

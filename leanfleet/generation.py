@@ -10,10 +10,10 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from leanfleet.sampling import check_sampling, problem, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from leanfleet.decoder_contract import Sampling
 
 NEW_TOKENS = 128  # of an answer, where nothing else is said and the model has positions for them
 MOST_PENDING = 8  # tokens that may wait for a whole character; one has four bytes at most
@@ -52,6 +54,35 @@ class Decoder(Protocol):
 
     def steps(self, batch: int, capacity: int) -> Steps:
         """Starts a batch: so many requests, caches of so many slots. Steps of the batch before must not be used any more."""
+
+
+class Batching(Protocol):
+    """Requests that share steps, which choose their tokens in the graph: leanfleet.batching.Batch."""
+
+    vocabulary: int
+    stop_tokens: set[int]
+    max_positions: int | None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's."""
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens of one request there is room for."""
+
+    def check_room(self, prompt: int, max_new_tokens: int) -> None:
+        """Raises ValueError where there could never be room."""
+
+    @property
+    def add(self) -> Callable[..., Any]:
+        """Queues a request: add(prompt, max_new_tokens, stop_tokens, temperature=..., ...)."""
+
+    def step(self) -> object:
+        """Runs a call."""
+
+    def cancel(self, request: Any) -> None:
+        """Ends a request."""
 
 
 class FolderTokenizer:
@@ -119,7 +150,7 @@ def default_new_tokens(prompt: int, *limits: int | None) -> int:
     return max(min([NEW_TOKENS] + [n - prompt for n in limits if n]), 1)
 
 
-def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None, max_positions: int | None) -> tuple[int, int]:
+def new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None, max_positions: int | None) -> tuple[int, int]:
     """(new tokens of each request, cache slots). Defaults (None) are what fits; raises ValueError where a wish does not."""
     for name, value in (("max_new_tokens", max_new_tokens), ("capacity", capacity)):
         if value is not None:
@@ -142,7 +173,7 @@ def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None, 
 
 
 def stream(
-    decoder: Decoder,
+    decoder: Decoder | Batching,
     prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int | None = None,
     *,
@@ -159,6 +190,8 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yields, step by step, a list with each request's new token, or None once that request has stopped.
 
+    decoder: a loaded decoder, whose logits come to the host, which chooses; or a ContinuousBatch, whose graph chooses, so that
+    tokens alone come: as many prompts as its max_requests are answered at once. The tokens are the same.
     prompts: texts or lists of token ids, of any lengths from 1, also both in one list. A text needs the tokenizer in the
     decoder's folder and is a user's turn in its chat template where it has one; chat=False continues it as it is.
     max_new_tokens: default 128, or as many as the model's positions (and `capacity`) hold if these are fewer.
@@ -167,8 +200,8 @@ def stream(
     default those of the model and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called
     with each step's logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
     Raises ValueError for an empty prompt, ids outside the vocabulary, wrong sampling options, more tokens than the caches or
-    the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
-    tokenizer, RuntimeError where the runtime fails.
+    the model's positions hold, capacity or on_logits with a ContinuousBatch, which has neither, and logits that are not finite,
+    FileNotFoundError for texts where the folder has no tokenizer, RuntimeError where the runtime fails.
 
     Example:
         from leanfleet.ort_ops import load_decoder, stream
@@ -183,23 +216,87 @@ def stream(
     stop = stop_set(stop_tokens, decoder.stop_tokens)
     if stop_tokens is None and any(isinstance(p, str) for p in prompts) and decoder.tokenizer.eos_token_id is not None:
         stop.add(decoder.tokenizer.eos_token_id)
-    prompts = [
+    tokens = [
         check_prompt(encode(decoder.tokenizer, p, chat) if isinstance(p, str) else p, decoder.vocabulary) for p in prompts
     ]
-    if not prompts:
+    if not tokens:
         raise ValueError("generate: there is no prompt; give a list with one or more")
-    lengths = np.array([len(p) for p in prompts], dtype=np.int32)
-    max_new_tokens, capacity = _new_tokens(int(lengths.max()), max_new_tokens, capacity, decoder.max_positions)
-    choices = [replace(sampling, seed=(seed + row) % 2**63) for row in range(len(prompts))]
+    longest = max(map(len, tokens))
+    choices = [replace(sampling, seed=(seed + row) % 2**63) for row in range(len(tokens))]
     statistics = statistics if statistics is not None else Statistics()
-    batch = len(prompts)
-    steps = decoder.steps(batch, capacity)
+    statistics.tokens = [[] for _ in tokens]
+    if hasattr(decoder, "add"):
+        batch = cast(Batching, decoder)
+        for name, value in (("capacity", capacity), ("on_logits", on_logits)):
+            if value is not None:
+                raise ValueError(f"generate: {name} is for a decoder of load_decoder; a ContinuousBatch has none: leave it out")
+        if max_new_tokens is None:
+            max_new_tokens = default_new_tokens(longest, batch.max_positions, batch.capacity)
+        yield from _by_requests(batch, tokens, max_new_tokens, choices, stop, statistics)
+    else:
+        max_new_tokens, capacity = new_tokens(longest, max_new_tokens, capacity, decoder.max_positions)
+        steps = decoder.steps(len(tokens), capacity)
+        yield from _by_logits(steps, tokens, max_new_tokens, choices, stop, statistics, on_logits)
+
+
+def _by_requests(
+    batch: Batching,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    choices: Sequence[Sampling],
+    stop: set[int],
+    statistics: Statistics,
+) -> Iterator[list[int | None]]:
+    """As stream, of tokens that the graph chooses. Requests that are not through when the caller stops are cancelled."""
+    check_positive("max_new_tokens", max_new_tokens)
+    for prompt in prompts:
+        batch.check_room(len(prompt), max_new_tokens)
+    requests: list[Any] = []
+    try:
+        for prompt, sampling in zip(prompts, choices, strict=True):
+            requests.append(batch.add(prompt, max_new_tokens, stop, **asdict(sampling)))
+        statistics.prefill_tokens = sum(map(len, prompts))
+        for step in range(max_new_tokens):
+            start = time.perf_counter()
+            with nullcontext() if step else progress.stage(f"reading {statistics.prefill_tokens} tokens of the prompts"):
+                while not all(r.done or len(r.tokens) > step for r in requests):
+                    batch.step()
+            if wrong := next((r.error for r in requests if r.error is not None), None):
+                raise wrong
+            seconds = time.perf_counter() - start
+            new = [r.tokens[step] if len(r.tokens) > step else None for r in requests]
+            given = len(new) - new.count(None)
+            if not given:
+                return
+            if step == 0:
+                statistics.prefill_seconds = seconds
+            else:
+                statistics.decode_seconds += seconds
+                statistics.decode_tokens += given
+            for own, token in zip(statistics.tokens, new, strict=True):
+                own += [] if token is None else [token]
+            yield new
+    finally:
+        for request in requests:
+            batch.cancel(request)
+
+
+def _by_logits(
+    steps: Steps,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    choices: Sequence[Sampling],
+    stop: set[int],
+    statistics: Statistics,
+    on_logits: Callable[[np.ndarray], object] | None,
+) -> Iterator[list[int | None]]:
+    """As stream, of tokens that are chosen here."""
+    batch, lengths = len(prompts), np.array([len(p) for p in prompts], dtype=np.int32)
     ids = np.zeros((batch, int(lengths.max())), dtype=np.int64)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     seq_lens, query_lens = lengths.copy(), lengths.copy()
     alive = np.ones(batch, dtype=bool)
-    statistics.tokens = [[] for _ in prompts]
     for step in range(max_new_tokens):
         start = time.perf_counter()
         with nullcontext() if step else progress.stage(f"reading {lengths.sum()} tokens of the prompts"):
@@ -233,7 +330,7 @@ def stream(
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
+    decoder: Decoder | Batching, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
 ) -> tuple[list[list[int]], Statistics]:
     """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream.
 

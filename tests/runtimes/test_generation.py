@@ -17,12 +17,15 @@ from leanfleet import cli
 from leanfleet import generate as generate_commands
 from leanfleet import progress
 from leanfleet.decoder_contract import Sampling
+from leanfleet.export import export_decoder, verification
 from leanfleet.export.fusions import PASSES
+from leanfleet.export.serving import add_serving
 from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.generation import StopStrings
 from leanfleet import generation as streams_of_text
 from leanfleet.ort_ops import generation
+from leanfleet.ort_ops.serving import ContinuousBatch
 from leanfleet.sampling import problem, sample
 from support.decoders import byte_tokenizer
 
@@ -51,10 +54,10 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(pretrained, tmp_path_factory):
+@pytest.fixture(scope="module", params=[(), ("--serve",)], ids=["model", "serving"])
+def folder(request, pretrained, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "model"
-    assert cli.main(["export", str(pretrained), str(out)]) == 0
+    assert cli.main(["export", str(pretrained), str(out), *request.param]) == 0
     return out
 
 
@@ -76,13 +79,16 @@ def expected_text(pretrained, prompt, count):
 
 def test_long_prompts_show_that_they_are_read(folder, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LOG", (0.001, 0.001))
-    run_steps = generation._Steps.run
 
-    def slow(self, *arguments, **options):
-        time.sleep(0.05)
-        return run_steps(self, *arguments, **options)
+    def slowly(call):
+        def slow(*arguments, **options):
+            time.sleep(0.05)
+            return call(*arguments, **options)
 
-    monkeypatch.setattr(generation._Steps, "run", slow)
+        return slow
+
+    monkeypatch.setattr(generation._Steps, "run", slowly(generation._Steps.run))
+    monkeypatch.setattr(ContinuousBatch, "_run", slowly(ContinuousBatch._run))
     code, out, err = run(capsys, folder, "Hello", "Good morning", "--max-tokens", "2", "--raw")
     assert code == 0 and re.search(r" 0 s  reading 17 tokens of the prompts\n", err) and "reading" not in out, err
     assert err.splitlines()[-1].startswith("prompt: 17 tokens")
@@ -314,6 +320,79 @@ def test_stream_is_lazy(folder):
     assert len(list(steps)) == 3 and statistics.decode_tokens == 6 and statistics.prefill_tokens == 3
 
 
+@pytest.fixture(scope="module")
+def served(pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "model"
+    assert cli.main(["export", str(pretrained), str(out), "--serve"]) == 0
+    return out
+
+
+CPU = ["CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize("places, speculate", [(9, 0), (2, 0), (3, 4)], ids=["all at once", "by turns", "with guesses"])
+@pytest.mark.parametrize("options", [{}, dict(temperature=2.0, top_p=0.9, seed=2**63 - 4)], ids=["greedy", "drawn"])
+def test_a_batch_gives_the_tokens_of_a_decoder(served, options, places, speculate):
+    """Answers of all lengths to prompts of all lengths, with less room than they need together, too."""
+    draw, stop = np.random.default_rng(places), range(0, 260, 13)
+    prompts = [draw.integers(0, 256, n).tolist() for n in (1, 40, 7, 100, 16, 3, 64, 65, 2)]
+    expected, counted = generation.generate(generation.load_decoder(served, CPU), prompts, 50, stop_tokens=stop, **options)
+    assert len({len(tokens) for tokens in expected}) > 2
+    batch = ContinuousBatch(served, pages=12 * places, max_requests=places, step_tokens=48, providers=CPU, speculate=speculate)
+    steps = list(
+        generation.stream(batch, prompts, 50, stop_tokens=stop, statistics=(found := generation.Statistics()), **options)
+    )
+    assert found.tokens == expected
+    for row, tokens in enumerate(expected):
+        assert [step[row] for step in steps] == tokens + [None] * (len(steps) - len(tokens))
+    assert (found.prefill_tokens, found.decode_tokens) == (counted.prefill_tokens, counted.decode_tokens)
+    assert min(found.prefill_seconds, found.decode_seconds) > 0
+    assert (
+        generation.generate(batch, ["Hello"], 5)[0]
+        == generation.generate(generation.load_decoder(served, CPU), ["Hello"], 5)[0]
+    )
+
+
+def test_a_batch_that_nobody_listens_to_has_its_pages_back(served):
+    batch = ContinuousBatch(served, pages=30, max_requests=2, providers=CPU, share=False)
+    other = batch.add([9, 8, 7], 20, stop_tokens=())
+    for rounds in (1, 3):
+        steps = generation.stream(batch, [[1, 2, 3], [4] * 50, [5]], 20, stop_tokens=[])
+        for _ in range(rounds):
+            next(steps)
+        steps.close()
+        assert not batch.queue and batch.running in ([other], [])
+    batch.run()
+    assert other.tokens == generation.generate(generation.load_decoder(served, CPU), [[9, 8, 7]], 20, stop_tokens=[])[0][0]
+    assert batch.pool.available == batch.pool.count
+
+
+def test_what_a_batch_cannot_have(served):
+    batch = ContinuousBatch(served, pages=4, max_requests=2, providers=CPU)
+    for options, message in (
+        (dict(capacity=50), "capacity is for a decoder of load_decoder"),
+        (dict(on_logits=print), "on_logits is for a decoder of load_decoder"),
+        (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(max_new_tokens=80), "the pool has 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generation.generate(batch, [[1], [2] * 5], **options)
+        assert batch.idle
+    assert len(generation.generate(batch, [[1], [2] * 5], stop_tokens=[])[0][1]) == 4 * 16 - 5
+
+
+def test_a_batch_with_logits_that_are_not_finite(pretrained, tmp_path):
+    model, tokenizer = load_pretrained(pretrained)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = math.nan
+    export_decoder(model, tmp_path, tokenizer, verify=False)
+    add_serving(model, tmp_path, verify=False)
+    batch = ContinuousBatch(tmp_path, pages=20, max_requests=2, providers=CPU)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        generation.generate(batch, [[5, 6], [7, 77]], 10, stop_tokens=[])
+    assert batch.idle and batch.pool.available == batch.pool.count
+
+
 def test_api_from_the_package(folder):
     from leanfleet import ort_ops
 
@@ -334,8 +413,9 @@ def test_errors_are_one_line(folder, pretrained, tmp_path, capsys, monkeypatch):
     no_tokenizer = without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json")
     no_facts = without(folder, tmp_path / "b", "leanfleet.json")
     no_template = without(folder, tmp_path / "c", "chat_template.jinja")
-    broken = without(folder, tmp_path / "d", "model.onnx")
-    (broken / "model.onnx").write_bytes(b"not a model")
+    graph = "serving.onnx" if (folder / "serving.onnx").exists() else "model.onnx"
+    broken = without(folder, tmp_path / "d", graph)
+    (broken / graph).write_bytes(b"not a model")
     other = without(folder, tmp_path / "e")
     larger = byte_tokenizer()
     larger.add_tokens(["Hi"])
@@ -360,7 +440,7 @@ def test_errors_are_one_line(folder, pretrained, tmp_path, capsys, monkeypatch):
         ([no_facts, "Hi"], "leanfleet.json does not exist; write the folder with leanfleet.export.export_decoder"),
         ([no_tokenizer, "Hi"], "holds no tokenizer (tokenizer.json)"),
         ([no_template, "Hi", "--system", "x"], "has no chat template"),
-        ([broken, "Hi"], "model.onnx"),
+        ([broken, "Hi"], graph),
         ([other, "Hi"], "Is this the model's own tokenizer?"),
     ]:
         code, out, err = run(capsys, *arguments)
@@ -414,6 +494,15 @@ def test_export_says_what_it_fused_and_verified(folder, pretrained, tmp_path, ca
     assert cli.main(["export", str(pretrained), str(tmp_path / "plain"), "--no-verify", "--no-fuse"]) == 0
     assert "not fused: --no-fuse" in capsys.readouterr().err
     assert "fusions" not in json.loads((tmp_path / "plain" / "leanfleet.json").read_text())
+
+
+def test_a_model_is_asked_once_what_its_files_should_say(pretrained, tmp_path, monkeypatch):
+    asked, computed = [], verification._computed
+    monkeypatch.setattr(verification, "_computed", lambda *arguments: asked.append(1) or computed(*arguments))
+    assert cli.main(["export", str(pretrained), str(tmp_path / "both"), "--serve"]) == 0 and len(asked) == 1
+    model, _ = load_pretrained(pretrained)
+    export_decoder(model, tmp_path / "alone")
+    assert len(asked) == 2  # anew: who calls it may have changed the weights
 
 
 def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):
