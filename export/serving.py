@@ -19,6 +19,7 @@ from onnx_ir.external_data import convert_tensors_to_external
 
 from leanfleet import files, progress, spec
 from leanfleet.decoder_contract import (
+    ALLOWED,
     BATCH,
     BIAS,
     CONTEXT_PARALLEL,
@@ -48,6 +49,7 @@ from leanfleet.decoder_contract import (
     VALUE_SUM,
     VOCABULARY,
     WANTED,
+    WORDS,
     Facts,
     Tensor,
     is_part,
@@ -56,6 +58,7 @@ from leanfleet.decoder_contract import (
     parallel_of,
     rank_file,
     read_facts,
+    words_of,
     write_facts,
 )
 from leanfleet.export import function_bodies, verification
@@ -278,7 +281,7 @@ class _Graph:
 def write_sampler(folder: Path, vocabulary: int) -> None:
     """Writes sampler.onnx, the SAMPLER graph for logits of this vocabulary."""
     types = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
-    sizes: dict[str, int | str] = {VOCABULARY: vocabulary, str(TOP): TOP}
+    sizes: dict[str, int | str] = {VOCABULARY: vocabulary, WORDS: words_of(vocabulary), str(TOP): TOP}
 
     def value(t: Tensor) -> ir.Value:
         shape = ir.Shape([sizes.get(name, name) for name in t.shape])
@@ -286,9 +289,9 @@ def write_sampler(folder: Path, vocabulary: int) -> None:
 
     inputs = {t.name: value(t) for t in SAMPLER.inputs}
     outputs = {t.name: value(t) for t in SAMPLER.outputs}
-    gather = ir.node("Gather", [inputs[BIAS], inputs[COUNT_INDEX]])
+    bias, allowed = (ir.node("Gather", [inputs[name], inputs[COUNT_INDEX]]) for name in (BIAS, ALLOWED))
     op = spec.all_specs()["SampleTokens"]
-    given = inputs | {"position": inputs[SEQ_LENS], "logit_bias": gather.outputs[0]}
+    given = inputs | {"position": inputs[SEQ_LENS], "logit_bias": bias.outputs[0], ALLOWED: allowed.outputs[0]}
     made = outputs | {"tokens": outputs[NEXT_TOKENS]}
     sample = ir.Node(
         spec.DOMAIN,
@@ -300,7 +303,7 @@ def write_sampler(folder: Path, vocabulary: int) -> None:
     )
     opsets = {"": function_bodies.DEFAULT_OPSET, spec.DOMAIN: spec.OPSET_VERSION}
     graph = ir.Graph(
-        list(inputs.values()), list(outputs.values()), nodes=[gather, sample], opset_imports=opsets, name="sampler"
+        list(inputs.values()), list(outputs.values()), nodes=[bias, allowed, sample], opset_imports=opsets, name="sampler"
     )
     ir.save(function_bodies.attach(ir.Model(graph, ir_version=10)), folder / SAMPLER_FILE)
 

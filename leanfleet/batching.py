@@ -40,6 +40,7 @@ from leanfleet.decoder_contract import (
     is_state,
     packed,
     serving_interface,
+    words_of,
 )
 from leanfleet.driver import Device
 from leanfleet.exchange import Block, CudaStream, Host
@@ -52,6 +53,16 @@ from leanfleet.step_sampler import Call, StepSampler
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 PATIENCE = 1000  # steps of waiting that make up for a priority that is less by one
+
+
+class Constraint(Protocol):
+    """What a request may say, token by token: an object of its own for each request. leanfleet.grammar has some."""
+
+    def allowed(self) -> bytes | np.ndarray:
+        """Which tokens may come next: a bit each, as 32-bit words; bit i mod 32 of word i / 32 is 1 where token i may."""
+
+    def accept(self, token: int) -> None:
+        """Takes the token that came."""
 
 
 @dataclass(eq=False)
@@ -71,7 +82,9 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token, log-probability), the likeliest first
-    place: int | None = None  # in the sampler, of one with adjustments that runs
+    constraint: Constraint | None = None
+    allowed: np.ndarray | None = None  # what it allows next
+    place: int | None = None  # in the sampler, of one with adjustments or a constraint that runs
     shared: int | None = None
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
@@ -93,6 +106,11 @@ class Request:
         tokens are on their way."""
         made = len(self.tokens) + self.coming
         return len(self.prompt) + made - self.cached if made < self.max_new_tokens else 0
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether its tokens are the sampler's to choose."""
+        return self.constraint is not None or self.adjustments != Adjustments()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -231,8 +249,8 @@ class Batch(FolderTokenizer, ABC):
         """(name, address, rows, bytes of a row) of each pool, as it is now."""
 
     @abstractmethod
-    def _sampler_graph(self, path: Path) -> Call:
-        """What runs sampler.onnx on the exchange's side."""
+    def _sampler_graph(self, path: Path) -> tuple[Call, list[str]]:
+        """(what runs sampler.onnx on the exchange's side, names of its inputs)"""
 
     @property
     @abstractmethod
@@ -278,6 +296,7 @@ class Batch(FolderTokenizer, ABC):
         logit_bias: dict[int, float] | None = None,
         top_logprobs: int = 0,
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
 
@@ -286,6 +305,9 @@ class Batch(FolderTokenizer, ABC):
         sampler.onnx too. top_logprobs: how many most likely tokens Request.top_logprobs has for each token, up to 20.
         priority: requests of a greater one begin first, and keep their pages longer; one that is greater by 1 counts as 1,000
         steps (PATIENCE) of waiting, so that requests which come all the time do not keep others from their turn for ever.
+        constraint: an object that says before each token which ones may come (Constraint; leanfleet.grammar makes them of JSON
+        schemas and the like), on one process. The host has to read a token before it can say what may follow: steps with such
+        a request are waited for.
         Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
         requests that the pool or the model's positions could never hold.
         """
@@ -294,8 +316,9 @@ class Batch(FolderTokenizer, ABC):
         adjustments = check_adjustments(
             self.vocabulary, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, top_logprobs
         )
-        if adjustments != Adjustments():
+        if adjustments != Adjustments() or constraint is not None:
             self._load_sampler()
+        allowed = None if constraint is None else self._allowed_by(constraint)
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
             max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
@@ -304,6 +327,7 @@ class Batch(FolderTokenizer, ABC):
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
         request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1, self.steps)
+        request.constraint, request.allowed = constraint, allowed
         told = {name: getattr(request, name) for name in ("prompt", "max_new_tokens", "priority")}
         with self._told("add", **told, stop_tokens=sorted(stop), **asdict(sampling), **asdict(adjustments)):
             self.arrivals += 1
@@ -345,12 +369,34 @@ class Batch(FolderTokenizer, ABC):
         path = self.path.with_name(SAMPLER_FILE)
         if not self.interface.chooses or not path.exists():
             raise ValueError(
-                f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias and top_logprobs need: export it again "
-                f"with {SERVING.writer}"
+                f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias, top_logprobs and constraints need: "
+                f"export it again with {SERVING.writer}"
             )
         addresses = {name: self.results.address + offset for name, (offset, *_) in self.results.places.items()}
-        graph = self._sampler_graph(path)
-        self.sampler = StepSampler(graph, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
+        call, names = self._sampler_graph(path)
+        self.sampler = StepSampler(call, names, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
+
+    def _allowed_by(self, constraint: Constraint) -> np.ndarray:
+        """int32 [W]. Raises ValueError where it is none, or allows nothing."""
+        if self.leader is not None:
+            raise ValueError("constraint: of several ranks only the first would know it; serve the model from one process")
+        if self.sampler is None or not self.sampler.takes_constraints:
+            raise ValueError(
+                f"{self.path.with_name(SAMPLER_FILE)} is of an earlier version, which had no constraints: export it again with "
+                f"{SERVING.writer}"
+            )
+        given, words = constraint.allowed(), words_of(self.vocabulary)
+        found = np.frombuffer(given, np.int32) if isinstance(given, bytes) else np.asarray(given)
+        if found.dtype.kind not in "iu" or found.dtype.itemsize != 4 or found.shape != (words,):
+            raise ValueError(
+                f"constraint: allowed() gives {found.dtype} {list(found.shape)}; expected int32 [{words}], a bit for each of "
+                f"{self.vocabulary} tokens"
+            )
+        bits = found.view(np.int32)
+        beyond = (1 << self.vocabulary % 32) - 1 if self.vocabulary % 32 else -1
+        if not (bits[:-1].any() or int(bits[-1]) & beyond):
+            raise ValueError("constraint: it allows no token; let it allow a stop token where nothing else may follow")
+        return bits
 
     def _enqueue(self, request: Request) -> None:
         if self.snapshots.count:
@@ -444,7 +490,7 @@ class Batch(FolderTokenizer, ABC):
                 if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
-                if self.sampler is not None and request.adjustments != Adjustments():
+                if self.sampler is not None and request.adjusted:
                     self.sampler.begin(request)
                 if self.speculate and request.lookup is None:
                     request.lookup, request.trust = Lookup(text), self.speculate
@@ -529,6 +575,9 @@ class Batch(FolderTokenizer, ABC):
         return given
 
     def _step(self) -> list[tuple[Request, int]]:
+        if self.launched is not None and any(r.constraint is not None for r, given, _ in self.launched.chosen if given):
+            behind, self.launched = self.launched, None
+            self.late += self._finish(behind)  # what may follow depends on it
         self._admit()
         chosen = self._schedule()
         try:
@@ -629,6 +678,12 @@ class Batch(FolderTokenizer, ABC):
             request.done = (
                 request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
             )
+            if request.constraint is not None and not request.done:
+                try:
+                    request.constraint.accept(token)
+                    request.allowed = self._allowed_by(request.constraint)
+                except Exception as error:  # its own: nobody else's request ends for it
+                    request.error, request.done = error, True
             if request.done or guess[right : right + 1] != [token]:
                 break
         if guess:

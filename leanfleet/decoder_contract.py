@@ -68,6 +68,7 @@ chooses all tokens of a step again, from its logits:
     count_index                   int32 [B]         each row's place in the next two, no place twice
     token_counts                  int32 [A,V]       how often a request's tokens stand in its text, see SampleTokens
     bias                          float32 [A,V]     what is added to logits
+    allowed_tokens                int32 [A,W]       which tokens may come, a bit each; of W = V / 32 rounded up words
     repetition_penalty, presence_penalty, frequency_penalty  float32 [B]
     next_tokens, logprob                            as above; -1 and NaN where a row takes no part
     top_logprobs, top_tokens      float32, int64 [B,20]  of the most likely tokens
@@ -300,8 +301,8 @@ PADDED_SERVING = replace(
 
 
 TOP = 20  # most likely tokens whose log-probabilities a SAMPLER graph gives
-ACTIVE, COUNT_INDEX, TOKEN_COUNTS, BIAS = "active", "count_index", "token_counts", "bias"
-TOP_LOGPROBS, TOP_TOKENS, PLACES = "top_logprobs", "top_tokens", "places"
+ACTIVE, COUNT_INDEX, TOKEN_COUNTS, BIAS, ALLOWED = "active", "count_index", "token_counts", "bias", "allowed_tokens"
+TOP_LOGPROBS, TOP_TOKENS, PLACES, WORDS = "top_logprobs", "top_tokens", "places", "words"
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SAMPLER = Interface(
     "sampler",
@@ -314,6 +315,7 @@ SAMPLER = Interface(
         Tensor(COUNT_INDEX, "int32", (BATCH,)),
         *(Tensor(name, "float32", (BATCH,)) for name in PENALTIES),
         Tensor(BIAS, "float32", (PLACES, VOCABULARY)),
+        Tensor(ALLOWED, "int32", (PLACES, WORDS)),
         Tensor(ACTIVE, "int32", (BATCH,)),
     ),
     "",
@@ -387,6 +389,11 @@ def context_table(batch: int, pages: int, tokens: int, block: int) -> np.ndarray
 def serving_interface(facts: Facts) -> Interface:
     """The interface of a folder of kind "serving", by what its leanfleet.json says."""
     return {1: PADDED_SERVING, 2: GREEDY_SERVING, 3: LAST_SERVING}.get(facts.get("format", 1), SERVING)
+
+
+def words_of(vocabulary: int) -> int:
+    """Of 32 bits, one bit for each token."""
+    return -(-vocabulary // 32)
 
 
 @dataclass(frozen=True)

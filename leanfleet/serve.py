@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import onnxruntime
 import prometheus_client as prometheus
@@ -38,7 +38,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from leanfleet import driver, generation
+from leanfleet import driver, generation, grammar
 from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.driver import Device
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
@@ -90,6 +90,47 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class ObjectFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_object"]
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    content: dict[str, Any] | bool = Field(alias="schema")
+    name: Harmless = None
+    description: Harmless = None
+    strict: Harmless = None  # answers always follow it
+
+
+class SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class StructuredOutputs(BaseModel):
+    """As vLLM has them, one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("structured_outputs takes one of json, json_object, regex, choice and grammar")
+        return self
+
+
 class Asked(BaseModel):
     """What both kinds of completions have. Fields that we do not serve are taken with the value that leaves them off."""
 
@@ -112,6 +153,8 @@ class Asked(BaseModel):
     presence_penalty: float = Field(0.0, ge=-100, le=100)
     frequency_penalty: float = Field(0.0, ge=-100, le=100)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(None, discriminator="type")
+    structured_outputs: StructuredOutputs | None = None
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -131,6 +174,27 @@ class Asked(BaseModel):
     def without_nulls(cls, given: Any) -> Any:
         """null stands for what a field is without."""
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+    def constraint(self) -> tuple[str, Any] | None:
+        """The method of Grammars that the answers follow, and what it takes."""
+        form, outputs = self.response_format, self.structured_outputs
+        if isinstance(form, ObjectFormat) or (outputs and outputs.json_object):
+            return "json_schema", grammar.ANY_JSON
+        if isinstance(form, SchemaFormat):
+            return "json_schema", form.json_schema.content
+        if outputs is None:
+            return None
+        given = {"json_schema": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
+        return next((name, value) for name, value in given.items() if value is not None)
+
+    @model_validator(mode="after")
+    def one_constraint(self) -> Self:
+        constrained = self.constraint() is not None
+        if constrained and self.ignore_eos:
+            raise ValueError("ignore_eos goes on where a constraint ends: leave one of the two out")
+        if self.structured_outputs is not None and self.response_format not in (None, TextFormat(type="text")):
+            raise ValueError("response_format and structured_outputs both say what answers are: leave one of the two out")
+        return self
 
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -180,11 +244,6 @@ class Turn(BaseModel):
         }
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-
-
 class Chat(Asked):
     """The body of /v1/chat/completions."""
 
@@ -192,7 +251,6 @@ class Chat(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=TOP)
-    response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Harmless = None
@@ -263,6 +321,7 @@ class Server:
         self.encoder, self.decoder = tokenizers
         self.encoding = asyncio.Lock()
         self.mail: Mail | None = None
+        self.grammars: grammar.Grammars | None = None  # made for the first request that needs them
         self.max_waiting, self.started = max_waiting, int(time.time())
         self.metrics = Metrics(lambda: self.engine)
         routes = [
@@ -408,6 +467,7 @@ class Server:
         mail = self.mail_to(asyncio.get_running_loop())
         answers: list[Answer] = []
         options = self.options(body)
+        constraints = await self.constraints(body, len(prompts) * body.n)
         seed = uuid.uuid4().int % 2**62 if body.seed is None else body.seed % 2**62
         try:
             for index in range(len(prompts) * body.n):
@@ -417,9 +477,8 @@ class Server:
 
                 prompt = prompts[index // body.n]
                 count = body.max_tokens or (room - len(prompt) if room else None)  # as far as the model goes
-                answers.append(
-                    self.engine.submit(prompt, tell, body.stops(), max_new_tokens=count, seed=seed + index, **options)
-                )
+                own = options | {"max_new_tokens": count, "seed": seed + index, "constraint": constraints[index]}
+                answers.append(self.engine.submit(prompt, tell, body.stops(), **own))
             for answer in answers:
                 await asyncio.wrap_future(answer.accepted)
         except BaseException as error:
@@ -437,11 +496,36 @@ class Server:
             return Stream(reply, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await reply.whole(request)
 
+    async def constraints(self, body: Asked, count: int) -> list[grammar.Grammar | None]:
+        """One for each of so many answers."""
+        asked = body.constraint()
+        if asked is None:
+            return [None] * count
+
+        def make() -> list[grammar.Grammar | None]:
+            if self.grammars is None:
+                self.grammars = grammar.Grammars(self.encoder, self.batch.vocabulary, self.ends())
+            method, given = asked
+            return [getattr(self.grammars, method)(given) for _ in range(count)]
+
+        try:
+            async with self.encoding:
+                return await asyncio.to_thread(make)
+        except ValueError as error:
+            raise Refusal(
+                400, str(error), "response_format" if body.structured_outputs is None else "structured_outputs"
+            ) from None
+        except ImportError as error:
+            raise Refusal(400, f"this server does not serve it ({error})", "response_format") from None
+
+    def ends(self) -> set[int]:
+        """Tokens that end answers by themselves."""
+        end = self.encoder.eos_token_id
+        return self.batch.stop_tokens | (set() if end is None else {end})
+
     def options(self, body: Asked) -> dict[str, Any]:
         """Of ContinuousBatch.add."""
-        end = self.encoder.eos_token_id
-        ends = set() if body.ignore_eos else self.batch.stop_tokens | (set() if end is None else {end})
-        stop = ends | set(body.stop_token_ids or ())
+        stop = (set() if body.ignore_eos else self.ends()) | set(body.stop_token_ids or ())
         return {
             "stop_tokens": stop,
             "temperature": body.temperature,

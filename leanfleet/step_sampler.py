@@ -1,18 +1,19 @@
-"""A step's tokens chosen again, for requests with penalties, biases, or log-probabilities of the most likely tokens.
+"""A step's tokens chosen again, for requests with penalties, biases, constraints, or log-probabilities of the likeliest tokens.
 
 Needs numpy. The graph is sampler.onnx of an exported folder (leanfleet.decoder_contract, SAMPLER), which a runtime runs. What a
-request has said so far and its biases stay where the graph runs; the host sends settings alone.
+request has said so far and its biases stay where the graph runs; the host sends settings, and what constraints allow next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from leanfleet.decoder_contract import (
     ACTIVE,
+    ALLOWED,
     BATCH,
     BIAS,
     COUNT_INDEX,
@@ -26,9 +27,11 @@ from leanfleet.decoder_contract import (
     TOP_LOGPROBS,
     TOP_TOKENS,
     VOCABULARY,
+    WORDS,
     Adjustments,
     Sampling,
     settings,
+    words_of,
 )
 from leanfleet.exchange import Array, Block, CudaStream, Host
 
@@ -37,27 +40,39 @@ Call = Callable[[dict[str, Array], dict[str, Array]], None]  # queues a run of a
 
 
 class Adjusted(Protocol):
-    """A request; `place`: of one with adjustments that runs."""
+    """A request; `place`: of one with adjustments that runs. `allowed`: bits of the tokens that may come next, int32 [W], where
+    a constraint says so."""
 
     prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     adjustments: Adjustments
     place: int | None
+    allowed: np.ndarray | None
 
 
 class StepSampler:
-    """The graph on the side of an exchange. call: runs it there. rows: requests of a step at most. results: where the tokens
-    go, {name: address} with LOGITS, from which they are chosen. turns: as many steps may be under way."""
+    """The graph on the side of an exchange. call: runs it there. names: its inputs; of earlier versions ALLOWED is none. rows:
+    requests of a step at most. results: where the tokens go, {name: address} with LOGITS, from which they are chosen. turns: as
+    many steps may be under way."""
 
     def __init__(
-        self, call: Call, exchange: Host | CudaStream, vocabulary: int, rows: int, results: dict[str, int], turns: int
+        self,
+        call: Call,
+        names: Collection[str],
+        exchange: Host | CudaStream,
+        vocabulary: int,
+        rows: int,
+        results: dict[str, int],
+        turns: int,
     ) -> None:
         self.call, self.exchange, self.rows = call, exchange, rows
-        self.vocabulary, self.results = vocabulary, results
-        sizes = {BATCH: rows, VOCABULARY: vocabulary, PLACES: rows, str(TOP): TOP}
-        kept = [t for t in SAMPLER.inputs if t.name in (TOKEN_COUNTS, BIAS)]
+        self.vocabulary, self.results, self.words = vocabulary, results, words_of(vocabulary)
+        self.takes_constraints = ALLOWED in names
+        sizes = {BATCH: rows, VOCABULARY: vocabulary, WORDS: self.words, PLACES: rows, str(TOP): TOP}
+        kept = [t for t in SAMPLER.inputs if t.name in (TOKEN_COUNTS, BIAS, ALLOWED)]
         sent = [t for t in SAMPLER.inputs if t not in kept and t.name != LOGITS]
+        kept = [t for t in kept if t.name in names]
         self.kept = Block(exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in kept})
         self.inputs = Block(exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in sent})
         top = [t for t in SAMPLER.outputs if t.name in (TOP_LOGPROBS, TOP_TOKENS)]
@@ -65,6 +80,10 @@ class StepSampler:
         self.sent = [exchange.host_bytes(self.inputs.size) for _ in range(turns)]
         self.read = [exchange.host_bytes(self.top.size) for _ in range(turns)]
         self.free = list(range(rows))[::-1]
+        if self.takes_constraints:
+            self.masks = [exchange.host_bytes(4 * rows * self.words).view(np.int32).reshape(rows, -1) for _ in range(turns)]
+            for place in self.free:
+                self._put(ALLOWED, place, np.full(self.words, -1, np.int32))
 
     def begin(self, request: Adjusted) -> None:
         """Gives a request a place, with what it has said so far."""
@@ -79,9 +98,11 @@ class StepSampler:
             self._put(BIAS, request.place, bias)
 
     def end(self, request: Adjusted) -> None:
-        """Takes its place back. Places that nobody has add nothing to logits."""
+        """Takes its place back. Places that nobody has add nothing to logits, and allow all tokens."""
         if request.place is None:
             return
+        if request.allowed is not None:
+            self._put(ALLOWED, request.place, np.full(self.words, -1, np.int32))
         if request.adjustments.logit_bias:
             self._put(BIAS, request.place, np.zeros(self.vocabulary, np.float32))
         self.free.append(request.place)
@@ -102,6 +123,10 @@ class StepSampler:
         for name, values in given.items():
             self.inputs.view(self.sent[turn], name)[:rows] = values
         self.exchange.copy(self.inputs.address, self.sent[turn].ctypes.data, self.inputs.size)
+        for row, request in enumerate(requests):
+            if request.allowed is not None and request.place is not None:
+                self.masks[turn][row] = request.allowed
+                self._put(ALLOWED, request.place, self.masks[turn][row])
 
         def arrays(block: Block, count: int | None = rows) -> dict[str, Array]:
             return {

@@ -168,8 +168,8 @@ class _Captured:
             self.session.run_with_iobinding(self.binding, self.options)
 
 
-def _graph(path: Path, exchange: Host | CudaStream) -> Call:
-    """Runs a graph over memory of an exchange."""
+def _graph(path: Path, exchange: Host | CudaStream) -> tuple[Call, list[str]]:
+    """(what runs a graph over memory of an exchange, names of its inputs)"""
     import onnxruntime
 
     providers: Providers = ["CPUExecutionProvider"]
@@ -187,7 +187,7 @@ def _graph(path: Path, exchange: Host | CudaStream) -> Call:
         with onnxruntime_errors(f"run {path}"):
             session.run_with_iobinding(binding, options)
 
-    return call
+    return call, [i.name for i in session.get_inputs()]
 
 
 def _default_pages(caches: list[NodeArg], facts: Facts, limits: Limits, device: Device, ranks: bool) -> int:
@@ -332,7 +332,7 @@ class ContinuousBatch(Batch):
             rows, *row = pool.shape()
             yield name, pool.data_ptr(), rows, int(np.prod(row)) * _BYTES[pool.element_type()]
 
-    def _sampler_graph(self, path: Path) -> Call:
+    def _sampler_graph(self, path: Path) -> tuple[Call, list[str]]:
         return _graph(path, self.exchange)
 
     def bind_results(self, binding: IOBinding, rows: int, logits: bool = False) -> None:

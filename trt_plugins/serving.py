@@ -18,6 +18,7 @@ from leanfleet import trt_plugins
 from leanfleet.batching import TURNS, Batch, Limits
 from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
+    ALLOWED,
     BATCH,
     ENDS,
     KNOWN,
@@ -33,11 +34,13 @@ from leanfleet.decoder_contract import (
     TOKENS,
     VOCABULARY,
     WANTED,
+    WORDS,
     is_state,
     model_file,
     read_facts,
     refuse_quantised,
     serving_interface,
+    words_of,
 )
 from leanfleet.driver import Device
 from leanfleet.exchange import Array, Block, CudaStream
@@ -278,21 +281,22 @@ class ContinuousBatch(Batch):
         for name, place in self.pools.items():
             yield name, *place
 
-    def _sampler_graph(self, path: Path) -> Call:
+    def _sampler_graph(self, path: Path) -> tuple[Call, list[str]]:
         if self._sampler_engine is None:
             raise ValueError(
-                f"penalties, logit_bias and top_logprobs need an engine of {path} too: build it with sampler_profile, "
-                "and give it as `sampler`"
+                f"penalties, logit_bias, top_logprobs and constraints need an engine of {path} too: build it with "
+                "sampler_profile, and give it as `sampler`"
             )
         graph = _Graph(self._sampler_engine, *self._loading, self._gpu)
-        sizes = {BATCH: self.max_requests, PLACES: self.max_requests, VOCABULARY: self.vocabulary}
-        shapes = {t.name: t.sizes(sizes) for t in SAMPLER.inputs}
+        words = words_of(self.vocabulary)
+        sizes = {BATCH: self.max_requests, PLACES: self.max_requests, VOCABULARY: self.vocabulary, WORDS: words}
+        shapes = {t.name: t.sizes(sizes) for t in SAMPLER.inputs if t.name != ALLOWED or ALLOWED in graph.inputs}
         problem = graph.why_not(shapes) if set(shapes) == set(graph.inputs) else f"{', '.join(shapes)} as inputs"
         if problem:
             raise ValueError(
                 f"the sampler's engine does not take {problem}: build it of {path} with sampler_profile({self.max_requests})"
             )
-        return graph
+        return graph, list(shapes)
 
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
         host, block = self.sent[self.turn], self.inputs

@@ -210,6 +210,72 @@ def test_penalties_biases_and_most_likely_tokens(running, folder):
         assert token.top_logprobs[0].logprob == token.logprob >= token.top_logprobs[1].logprob
 
 
+SHAPE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "ages": {"type": "array", "items": {"enum": [1, 20]}, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+def follows_shape(text):
+    found = json.loads(text)
+    return (
+        set(found) == {"name", "ages"} and len(found["name"]) <= 6 and set(found["ages"]) <= {1, 20} and len(found["ages"]) <= 3
+    )
+
+
+def test_answers_that_follow_a_schema(running):
+    """Random weights say nothing by themselves that is JSON; streamed or not, many at once, beside others."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SHAPE, "strict": True}}
+    free = running.client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=120)
+    assert not free.choices[0].message.content.startswith("{")
+
+    def ask(seed):
+        options = dict(model="tiny", messages=MESSAGES, max_tokens=200, temperature=1.5, seed=seed, response_format=form)
+        if seed % 2:
+            return [c.message.content for c in running.client.chat.completions.create(n=2, **options).choices]
+        with running.client.chat.completions.create(stream=True, **options) as stream:
+            return ["".join(chunk.choices[0].delta.content or "" for chunk in stream)]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = [text for found in pool.map(ask, range(8)) for text in found]
+    assert all(map(follows_shape, answers)) and len(set(answers)) > 6
+    anything = running.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=60, response_format={"type": "json_object"}
+    )
+    assert anything.choices[0].message.content.startswith("{")
+    parsed = running.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=60, response_format={"type": "text"}, temperature=0
+    )
+    assert parsed.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    "outputs, fits",
+    [
+        ({"regex": "(ab|cd){2,5}x"}, lambda text: re.fullmatch("(ab|cd){2,5}x", text)),
+        ({"choice": ["yes", "no", "\u00fcber \\"]}, lambda text: text in ("yes", "no", "\u00fcber \\")),
+        ({"json": json.dumps(SHAPE)}, follows_shape),
+        ({"json": SHAPE}, follows_shape),
+        ({"grammar": 'start: item ("," item)~1..3\nitem: /[0-9]{2}/'}, lambda text: re.fullmatch(r"\d\d(,\d\d){1,3}", text)),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, lambda text: re.fullmatch(r"\(*x\)*", text)),
+        ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+)
+def test_structured_outputs(running, outputs, fits):
+    """As clients of vLLM ask for them. An answer that max_tokens cuts is the beginning of one."""
+    for seed in range(4):
+        answer = running.client.completions.create(
+            model="tiny", prompt="x", max_tokens=150, seed=seed, temperature=1.0, extra_body={"structured_outputs": outputs}
+        ).choices[0]
+        assert answer.finish_reason == "length" or fits(answer.text), answer
+
+
 def test_stop_token_ids(running, folder):
     tokenizer = load_tokenizer(folder)
     ids = tokenizer("stop there")["input_ids"]
@@ -274,6 +340,26 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         ("completions", {"prompt": "x"} | {f"field {i}": 1 for i in range(1000)}, 400, "the body has 1000 fields or elements"),
         ("completions", {"prompt": "x", "priority": 5}, 400, "priority: this server does not serve it"),
         ("completions", {"prompt": [5] * 256}, 400, "a prompt has 256 tokens, and the model and its caches have positions for"),
+        ("completions", {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format: .*'json_object'"),
+        ("completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "json_schema: Field required"),
+        ("completions", {"prompt": "x", "structured_outputs": {}}, 400, "takes one of json, json_object, regex, choice and"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "takes one of json"),
+        ("completions", {"prompt": "x", "structured_outputs": {"choice": []}}, 400, "choice"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}}, 400, "regex: .*invalid regex"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"grammar": "start: foo"}},
+            400,
+            'grammar: .*unknown name: "foo"',
+        ),
+        ("completions", {"prompt": "x", "structured_outputs": {"json": {"type": 5}}}, 400, "json_schema: type must be"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos goes on"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            400,
+            "both say what answers are",
+        ),
         ("nothing", {}, 404, "there is nothing at /v1/nothing"),
     ],
     ids=str,

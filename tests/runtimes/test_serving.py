@@ -3,12 +3,14 @@
 import copy
 import functools
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from transformers import (
@@ -38,6 +40,7 @@ from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders
 from support.cpu_time import rest_slow
+from support.sampling_cases import Rule
 
 BLOCK = 8
 
@@ -660,7 +663,7 @@ def test_refused_folders(model, folder, tmp_path):
         ContinuousBatch(folder, pages=10, max_requests=0)
 
 
-def adjusted(model, prompt, count, temperature=0.0, seed=0, **adjustments):
+def adjusted(model, prompt, count, temperature=0.0, seed=0, constraint=None, **adjustments):
     """(tokens, logits) of a request by the reference of SampleTokens, over the model's own logits."""
     bias = torch.zeros(1, 97)
     for token, value in (adjustments.pop("logit_bias", None) or {}).items():
@@ -674,10 +677,14 @@ def adjusted(model, prompt, count, temperature=0.0, seed=0, **adjustments):
         seen.append(logits[0])
         settings = dict(temperature=torch.tensor([temperature]), seed=torch.tensor([seed]))
         settings["position"] = torch.tensor([len(prompt) + len(tokens)], dtype=torch.int32)
+        if constraint is not None:
+            settings["allowed_tokens"] = torch.from_numpy(constraint.allowed()[None])
         penalties = {name: torch.tensor([value]) for name, value in adjustments.items()}
         (token, *_) = reference.sample_tokens(logits, **settings, token_counts=counts, **penalties, logit_bias=bias)
         tokens.append(int(token))
         counts[0, tokens[-1]] += 1
+        if constraint is not None:
+            constraint.accept(tokens[-1])
     return tokens, seen
 
 
@@ -718,6 +725,92 @@ def test_penalties_biases_and_most_likely_tokens(model, folder, monkeypatch, cap
         assert len(request.top_logprobs) == (len(tokens) if top else 0)
 
 
+@pytest.mark.parametrize("captured", (False, True))
+def test_constraints(model, folder, monkeypatch, captured):
+    """Beside requests without, with penalties, drawn and computed again: each request has its tokens, and no other's rule."""
+    batch = ContinuousBatch(folder, pages=13, max_requests=4, step_tokens=20, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    random, requests = np.random.default_rng(8), []
+    for i in range(18):
+        options = {"temperature": 1.2, "seed": i} if i % 4 == 1 else ADJUSTMENTS[i % 6] if i % 4 == 3 else {}
+        rule = Rule(i) if i % 3 else None
+        prompt = random_prompt(int(random.integers(1, 40)), 70 + i)
+        count = int(random.integers(5, 25))
+        requests.append((batch.add(prompt, count, stop_tokens=(), constraint=rule, **options), options, rule))
+        for _ in range(random.integers(0, 4)):
+            batch.step()
+    batch.cancel(requests[4][0])
+    batch.run()
+    assert batch.preemptions and len(batch.sampler.free) == 4 and batch.pool.in_use == 0
+    for i, (request, options, rule) in enumerate(requests):
+        tokens, _ = adjusted(model, request.prompt, len(request.tokens), constraint=rule and Rule(i), **options)
+        assert request.tokens == tokens and request.error is None
+        assert len(tokens) == request.max_new_tokens or i == 4
+        if rule is not None and i != 4:
+            assert rule.said == tokens[:-1]  # nobody asks what may follow the last
+
+
+class Broken(Rule):
+    def __init__(self, what):
+        super().__init__(1)
+        self.what = what
+
+    def allowed(self):
+        return {"none": np.zeros(4, np.int32), "short": np.full(3, -1, np.int32), "floats": np.ones(4, np.float32)}.get(
+            self.what if len(self.said) == 2 or self.what.endswith("first") else "", super().allowed()
+        )
+
+    def accept(self, token):
+        super().accept(token)
+        if self.what == "raises" and len(self.said) == 2:
+            raise RuntimeError("a bug of somebody else's")
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize(
+    "what, words", [("none", "allows no token"), ("short", r"int32 \[3\]; expected int32 \[4\]"), ("floats", "float32 \\[4"),
+                    ("raises", "a bug of somebody")]
+)  # fmt: skip
+def test_a_constraint_that_fails_ends_its_own_request(model, folder, what, words, captured):
+    batch = ContinuousBatch(folder, pages=40, max_requests=3, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    others = [batch.add([1, 2, 3], 9, stop_tokens=()), batch.add([4], 9, stop_tokens=(), constraint=Rule(2))]
+    broken = batch.add([1, 2, 3], 9, stop_tokens=(), constraint=Broken(what))
+    batch.run()
+    assert broken.done and re.search(words, str(broken.error)) and len(broken.tokens) == 2
+    assert others[0].tokens == alone(model, [1, 2, 3], 9) and others[1].tokens == adjusted(model, [4], 9, constraint=Rule(2))[0]
+    assert batch.pool.in_use == 0 and len(batch.sampler.free) == 3
+
+
+def test_refused_constraints(model, folder, tmp_path):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    bits = np.zeros(4, np.int32)
+    bits[3] = 2  # of token 97, which there is none
+    for allowed, words in ((bits, "allows no token"), (bits[:2], "expected int32"), (bytes(12), "expected int32")):
+        with pytest.raises(ValueError, match=words):
+            batch.add([1], constraint=SimpleNamespace(allowed=lambda allowed=allowed: allowed))
+    batch.leader = SimpleNamespace()
+    with pytest.raises(ValueError, match="of several ranks only the first would know it"):
+        batch.add([1], constraint=Rule(0))
+    assert batch.idle
+    shutil.copytree(folder, tmp_path / "old")
+    old = ir.load(tmp_path / "old" / "sampler.onnx")
+    gone = next(v for v in old.graph.inputs if v.name == "allowed_tokens")
+    (gather,) = gone.consumers()
+    for use in list(gather.outputs[0].uses()):
+        use.node.replace_input_with(use.idx, None)
+    old.graph.remove(gather, safe=True)
+    old.graph.inputs.remove(gone)
+    ir.save(old, tmp_path / "old" / "sampler.onnx")
+    batch = ContinuousBatch(tmp_path / "old", pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match="sampler.onnx is of an earlier version, which had no constraints: export it again"):
+        batch.add([1], constraint=Rule(0))
+    request = batch.add([1, 2], 5, stop_tokens=(), presence_penalty=4.0)
+    batch.run()
+    assert request.tokens == adjusted(model, [1, 2], 5, presence_penalty=4.0)[0]
+
+
 def test_adjustments_of_an_older_format(model, folder, tmp_path):
     """Its sampler.onnx is as it is now."""
     as_format_3(folder, tmp_path / "old")
@@ -754,7 +847,7 @@ def test_adjustments_need_their_graph(folder, tmp_path):
     (tmp_path / "without" / "sampler.onnx").unlink()
     batch = ContinuousBatch(tmp_path / "without", pages=10, providers=["CPUExecutionProvider"])
     with pytest.raises(
-        ValueError, match="has no sampler.onnx, which penalties, logit_bias and top_logprobs need: export it again"
+        ValueError, match="has no sampler.onnx, which penalties, logit_bias, top_logprobs and constraints need: export it"
     ):
         batch.add([1, 2], presence_penalty=1.0)
     batch.add([1, 2], 2)
@@ -1145,7 +1238,7 @@ def test_adjusted_requests_are_not_guessed(model, folder, monkeypatch):
     """Penalties count what was said: steps with such a request go without guesses, and those behind have them again."""
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9, 7]]
     batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"], speculate=3)
-    penalised = batch.add(prompts[0], 6, stop_tokens=(), frequency_penalty=1.5, top_logprobs=3)
+    penalised = batch.add(prompts[0], 6, stop_tokens=(), frequency_penalty=1.5, top_logprobs=3, constraint=Rule(5))
     plain = batch.add(prompts[1], 30, stop_tokens=())
     monkeypatch.setattr(Lookup, "guess", lambda self, count: [0] * count)
     while not penalised.done:
@@ -1153,7 +1246,8 @@ def test_adjusted_requests_are_not_guessed(model, folder, monkeypatch):
         assert batch.guessed == 0
     batch.run()
     assert batch.guessed > 0 and plain.tokens == alone(model, prompts[1], 30)
-    assert penalised.tokens == adjusted(model, prompts[0], 6, frequency_penalty=1.5)[0] and len(penalised.top_logprobs) == 6
+    expected = adjusted(model, prompts[0], 6, frequency_penalty=1.5, constraint=Rule(5))[0]
+    assert penalised.tokens == expected and len(penalised.top_logprobs) == 6
 
 
 def test_where_nothing_is_guessed(folder, tmp_path):

@@ -14,6 +14,7 @@ from leanfleet.ort_ops.serving import ContinuousBatch as OrtBatch
 from leanfleet.trt_plugins.serving import ContinuousBatch, sampler_profile, serving_profiles
 from support import decoders
 from support.cpu_time import rest_slow
+from support.sampling_cases import Rule
 from support.trt_standin import Engine, Stream, stand_in
 
 BLOCK = 8
@@ -48,7 +49,7 @@ def poisoned(batch):
 
 
 def drawn(seed):
-    """[(prompt, options)]: some begin alike, some are drawn, some have penalties."""
+    """[(prompt, options)]: some begin alike, some are drawn, some have penalties, some a constraint."""
     random = np.random.default_rng(seed)
     common = random.integers(0, 97, 19).tolist()
     for i in range(14):
@@ -58,6 +59,8 @@ def drawn(seed):
             options |= dict(temperature=0.8, top_k=20, seed=i)
         if i % 5 == 2:
             options |= dict(repetition_penalty=1.3, logit_bias={7: 2.0}, top_logprobs=3)
+        if i % 4 == 3:
+            options |= dict(constraint=Rule(i))
         yield prompt, options
 
 

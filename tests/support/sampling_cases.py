@@ -1,5 +1,6 @@
 """Calls of SampleTokens drawn at random, and what their results are compared by."""
 
+import numpy as np
 import torch
 
 from leanfleet.export import reference
@@ -107,3 +108,23 @@ def assert_right(found, expected, words=""):
             assert torch.equal(output, right), (
                 f"{name} {words}: {output[output != right][:4]}, not {right[output != right][:4]}"
             )
+
+
+class Rule:
+    """A constraint of 97 tokens: allows some; which ones depends on all that came before."""
+
+    def __init__(self, seed, count=9):
+        self.seed, self.count, self.said = seed, count, []
+
+    def tokens(self):
+        return np.random.default_rng([self.seed, *self.said]).choice(97, self.count, replace=False)
+
+    def allowed(self):
+        words = np.zeros(4, np.uint32)
+        for token in self.tokens():
+            words[token // 32] |= np.uint32(1 << token % 32)
+        return words.view(np.int32)
+
+    def accept(self, token):
+        assert token in self.tokens()
+        self.said.append(token)
