@@ -73,7 +73,7 @@ class Grammars:
     def json_schema(self, schema: dict[str, Any] | str | bool = ANY_JSON) -> Grammar:
         """JSON that a schema describes, as a dict or as text; any object by default. Raises ValueError for what is no
         schema, or has parts that llguidance does not know."""
-        return self._made("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        return self._made("json_schema", schema)
 
     def regex(self, pattern: str) -> Grammar:
         """A text that the whole pattern matches, in the syntax of Rust's regex. Raises ValueError for a wrong one."""
@@ -83,21 +83,22 @@ class Grammars:
         """One of these texts. Raises ValueError for none."""
         if not texts:
             raise ValueError("choice: there is no text to choose")
-        return self._made("choice", json.dumps(list(texts)))
+        return self._made("choice", list(texts))
 
     def grammar(self, text: str) -> Grammar:
         """A text of a context-free grammar in the syntax of Lark or of llama.cpp's GBNF. Raises ValueError for a wrong one."""
         return self._made("grammar", text)
 
-    def _made(self, form: Literal["json_schema", "regex", "choice", "grammar"], text: str) -> Grammar:
+    def _made(self, form: Literal["json_schema", "regex", "choice", "grammar"], given: Any) -> Grammar:
         try:
+            text = given if isinstance(given, str) else json.dumps(given)
             grammar = self._llguidance.grammar_from(form, text)
             problem = self._llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
-        except Exception as error:  # of the conversion
+        except Exception as error:  # of the conversion; a deep schema is a RecursionError
             problem = str(error)
         if problem:
             raise ValueError(f"{form}: {_first_line(problem)}")
-        return Grammar(self._llguidance.LLMatcher(self._tokenizer, grammar), self._words)
+        return Grammar(self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._words)
 
 
 def _first_line(text: str) -> str:

@@ -319,7 +319,7 @@ class Server:
     ) -> None:
         self.batch, self.name, self.key, self.limits = batch, name, key, limits
         self.encoder, self.decoder = tokenizers
-        self.encoding = asyncio.Lock()
+        self.encoding, self.compiling = asyncio.Lock(), asyncio.Lock()
         self.mail: Mail | None = None
         self.grammars: grammar.Grammars | None = None  # made for the first request that needs them
         self.max_waiting, self.started = max_waiting, int(time.time())
@@ -509,7 +509,7 @@ class Server:
             return [getattr(self.grammars, method)(given) for _ in range(count)]
 
         try:
-            async with self.encoding:
+            async with self.compiling:
                 return await asyncio.to_thread(make)
         except ValueError as error:
             raise Refusal(

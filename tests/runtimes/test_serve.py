@@ -276,6 +276,30 @@ def test_structured_outputs(running, outputs, fits):
         assert answer.finish_reason == "length" or fits(answer.text), answer
 
 
+def test_forms_that_cost_too_much(running):
+    """They are refused, or end their own answer, in seconds, and the server goes on."""
+    deep = {"type": "object"}
+    for _ in range(100):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    for outputs in (
+        {"regex": "((a{1000}){1000}){1000}"},
+        {"regex": "(a|aa)*" * 1500 + "b"},
+        {"json": '{"properties": {"a": ' * 700 + "{}" + "}}" * 700},
+        {"json": {"$ref": "#"}},
+        {"json": deep},
+        {"grammar": "start: a\na: b\nb: a"},
+    ):
+        begin = time.monotonic()
+        try:
+            running.client.completions.create(
+                model="tiny", prompt="x", max_tokens=9, extra_body={"structured_outputs": outputs}
+            )
+        except openai.APIStatusError as error:
+            assert error.status_code in (400, 503) and "\n" not in error.message, error
+        assert time.monotonic() - begin < 60 and running.raw("GET", "/health", key="") == (200, "ok")
+    assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.completion_tokens == 3
+
+
 def test_stop_token_ids(running, folder):
     tokenizer = load_tokenizer(folder)
     ids = tokenizer("stop there")["input_ids"]
