@@ -5,8 +5,8 @@
 
 After LeetDecoding's tables 7 and 8: TransNormerLLM-7B (hidden 4096, 32 heads of 128, feed-forward 11264) and a RetNet of 1.3B
 (2048, 8 heads, keys of 256, values of 512, feed-forward 4096), of which, as in its appendix A.1, the first two layers run, in
-float32, on prompts of 8,192 tokens at batch 1 and 2. On a CPU, by default: a TransNormerLLM of 1B (2048, 16 heads, 5632) and the
-RetNet, one layer, 2,048 tokens, three rounds. Weights and prompts are random. The model's code is LinearDecoder's for every
+float32, on prompts of 8,192 tokens at batch 1 and 2. On a CPU, by default: a TransNormerLLM of 1B (2048, 16 heads, 5632) and
+the RetNet, one layer, 2,048 tokens, three rounds. Weights and prompts are random. The model's code is LinearDecoder's for every
 method; its attention goes through causal_linear_decoder with tensors [B,H,N,D], and logits are the last token's.
 
 Before it is timed a method's logits are compared with those of attention in float64: it may have 16 times the error that the
