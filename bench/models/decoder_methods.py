@@ -10,10 +10,10 @@ the RetNet, one layer, 2,048 tokens, three rounds. Weights and prompts are rando
 method; its attention goes through causal_linear_decoder with tensors [B,H,N,D], and logits are the last token's.
 
 Before it is timed a method's logits are compared with those of attention in float64: it may have 16 times the error that the
-plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns; seconds are a prompt's median, spread the
-median distance from them. A method whose first call takes more than --limit seconds is timed by that call alone. Memory: the
-most that PyTorch allocated on the GPU during a call beyond what was there before. Writes the JSON, and with its name and .md a
-table.
+plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns; seconds of a prompt are medians, spreads
+the median distances from them. A method whose first call takes more than --limit seconds is timed by that call alone. Memory:
+the most that PyTorch allocated on the GPU during a call beyond what was there before. Writes the JSON, and with its name and
+.md a table.
 """
 
 import argparse
