@@ -80,8 +80,9 @@ def check_supported(model: object) -> None:
     if keeps_keys(config):
         raise ValueError(
             f"{name}: layers {', '.join(map(str, linear_layers(config)))} have HyperAttention (low_rank.linearise), which "
-            "recurses over whole prompts and has no state that a graph could carry. Export the model without it: its steps "
-            "after a prompt are softmax's in any case. Of linearise's methods favor, vq and lara are exported"
+            "recurses over whole prompts and has no state that a graph could carry. Export the model without it (load it anew, "
+            f"without {METHOD} and {LAYERS} in its configuration): its steps after a prompt are softmax's in any case. Of "
+            "linearise's methods favor, vq and lara are exported"
         )
     for path, module in rotary_modules(model):
         if any("dynamic" in kind for _, kind in _kinds(module)):
