@@ -3,7 +3,8 @@
 Rows of query and key become rows of R features, so that exp(q.k) is about dot(phi_q(q), phi_k(k)), and causal attention is a
 sum over the tokens before, which CausalLinearDecay carries as a state [R, Dv + 1]: the last column sums phi_k alone and is the
 normaliser (FleetAttention, "Efficient Decoding for Long Prompts via Low-Rank Approximation", equation 3). Nothing is trained
-again, and without training the error is large: bench/models/linearise.py measures it.
+again, and without training the error is large: bench/models/linearise.py measures it. HyperAttention has no such rows: it cuts
+prompts in halves, and what it knows of a prompt is no state.
 """
 
 import math
