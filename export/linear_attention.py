@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from leanfleet import spec
-from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS
+from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS, keeps_keys
 from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
 from leanfleet.export.torch_ops import causal_linear_decay, normalized_linear_attention
 
@@ -294,6 +294,20 @@ def _softmax_attention(module: nn.Module, layer: str, *tensors: Any, **kwargs: A
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **kwargs)
 
 
+def _approximated_prompt(
+    features: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Output [B,N,H,Dv] of prompts that came whole, by a module of low_rank; valid: bool [B,N], or None: all. Rows of padding
+    are 0."""
+    query, key, value = one_type(query * scale**0.5, key * scale**0.5, value)
+    if valid is None:
+        return features(query, key, value).transpose(1, 2).contiguous()
+    output = value.new_zeros(*query.shape[:3], value.shape[3])
+    for row, tokens in enumerate(valid):  # each alone, so that its answer does not depend on the padding beside it
+        output[row, :, tokens] = features(*(t[row : row + 1, :, tokens] for t in (query, key, value)))[0]
+    return output.transpose(1, 2).contiguous()
+
+
 def features_of(module: nn.Module, layer: str) -> nn.Module | None:
     """The features that low_rank.linearise gave an attention layer, or None. Raises ValueError where they were lost."""
     features = getattr(module, FEATURES, None)
@@ -328,8 +342,9 @@ def attention(
     """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
 
     Keys of a running_sums_cache are the new ones alone, and bring the sums over the tokens before. A layer that the
-    configuration's leanfleet_linear_layers leaves out attends by softmax. Raises ValueError for a mask of another form than
-    register_transformers makes, and for what has no counterpart in linear attention.
+    configuration's leanfleet_linear_layers leaves out attends by softmax, and so do tokens over the cache of a layer that
+    approximates prompts alone. Raises ValueError for a mask of another form than register_transformers makes, and for what has
+    no counterpart in linear attention.
     """
     index = getattr(module, "layer_idx", "?")
     layer = f"attention layer {index} ({type(module).__name__})"
@@ -349,6 +364,12 @@ def attention(
         raise ValueError(f"{layer}: an attention mask of shape {list(attention_mask.shape)}; expected [B,N] or [B,1,Nq,N]")
     _remember(module)
     features = features_of(module, layer)
+    if features is not None and keeps_keys(module.config):
+        refuse_options(layer, ("sliding_window",), kwargs)
+        if keys > new:
+            return _softmax_attention(module, layer, query, key, value, attention_mask, **kwargs)
+        valid = _valid_keys(attention_mask, new, keys)
+        return _approximated_prompt(features, query, key, value, valid, kwargs["scaling"]), None
     if features is not None:
         query, key = (t * kwargs["scaling"] ** 0.5 for t in (query, key))
     query, key, value = one_type(query, key, value)

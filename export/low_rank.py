@@ -3,7 +3,8 @@
 Rows of query and key become rows of R features, so that exp(q.k) is about dot(phi_q(q), phi_k(k)), and causal attention is a
 sum over the tokens before, which CausalLinearDecay carries as a state [R, Dv + 1]: the last column sums phi_k alone and is the
 normaliser (FleetAttention, "Efficient Decoding for Long Prompts via Low-Rank Approximation", equation 3). Nothing is trained
-again, and without training the error is large: bench/models/linearise.py measures it.
+again, and without training the error is large: bench/models/linearise.py measures it. HyperAttention has no such rows: it cuts
+prompts in halves, and what it knows of a prompt is no state.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from leanfleet.export.linear_attention import register_transformers
-from leanfleet.export.support import FEATURES, LAYERS, METHOD
+from leanfleet.export.support import FEATURES, LAYERS, METHOD, PROMPTS
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +214,7 @@ def lsh_buckets(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
         print(lsh_buckets(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.eye(2)))   # tensor([2, 3])
     """
-    signs = (x @ directions.to(x.dtype).T > 0).long()
+    signs = (x @ directions.to(x).T > 0).long()
     parity = signs.flip(-1).cumsum(-1) % 2  # of a Gray code to its number: each bit is the parity of itself and those above
     return (parity.flip(-1) * 2 ** torch.arange(signs.shape[-1], device=x.device)).sum(-1)
 
@@ -291,12 +292,19 @@ def hyper_attention(
     Softmax attention splits into the two halves' causal attention and that of the second half over the first, which is unmasked
     (FleetAttention, equation 6 and appendix B.3); halves of up to `shortest` tokens are exact. In the unmasked part queries and
     keys are sorted by lsh_buckets and meet exactly within `block` keys; the rest of each query's sum is estimated from
-    `samples` keys drawn uniformly, those of its block left out. Defaults are FleetAttention's (table 5).
+    `samples` keys drawn uniformly, those of its block left out. With n keys and m samples,
+
+        out_i = sum_j w_ij exp(q_i.k_j) v_j / sum_j w_ij exp(q_i.k_j),
+
+    where w_ij is 1 for a key of query i's block, and for others n / m times how often the key was drawn. One uniform sample
+    serves numerator and denominator, as in the code of the paper's authors; algorithm 3 draws by the norms of the values, and
+    algorithm 2 caps the denominator. Defaults are FleetAttention's (table 5).
 
     query T [B,H,N,D], key [B,Hkv,N,D], value [B,Hkv,N,Dv], query and key each times the root of the softmax's scale; returns
     [B,H,N,Dv]. Plain PyTorch, O(N log N). It approximates prompts: its sum over keys has no state of fixed rank that later
     tokens could use, so they attend over the prompt's keys by softmax. A query's block depends on the buckets of the queries
-    beside it, later ones too, so that scores of a prompt's own tokens are not free of the future.
+    beside it, later ones too, so that scores of a prompt's own tokens are not free of the future. In a model:
+    linearise(model, "hyper").
 
     Raises ValueError for sizes below 1, and for heads that are no multiple of key heads.
 
@@ -307,11 +315,7 @@ def hyper_attention(
         query, key, value = torch.randn(3, 1, 2, 300, 16).mul(0.5)
         print(hyper_attention(query, key, value).shape)     # torch.Size([1, 2, 300, 16])
     """
-    if min(block, samples, projections, shortest) < 1:
-        raise ValueError(
-            f"hyper_attention: block {block}, samples {samples}, projections {projections}, shortest {shortest}; "
-            "each must be 1 or more"
-        )
+    _check_sizes(block, samples, projections, shortest)
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"hyper_attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
     group = query.shape[1] // key.shape[1]
@@ -319,11 +323,39 @@ def hyper_attention(
     return _Hyper(query.shape[3], block, samples, projections, shortest, seed).causal(*wide)[0].to(query.dtype)
 
 
-METHODS = ("favor", "vq", "lara")
-_PROMPTS = {
-    "hyper": "HyperAttention's causal form is recursive and has no state of fixed rank for decode steps; hyper_attention "
-    "approximates whole prompts"
-}
+def _check_sizes(block, samples, projections, shortest):
+    if min(block, samples, projections, shortest) < 1:
+        raise ValueError(
+            f"hyper_attention: block {block}, samples {samples}, projections {projections}, shortest {shortest}; "
+            "each must be 1 or more"
+        )
+
+
+class HyperAttention(nn.Module):
+    """hyper_attention with sizes of its own, as linearise puts it into a layer: block, samples and shortest are `features`.
+
+    forward: query, key and value as hyper_attention takes them, of a whole prompt; returns [B,H,N,Dv]. It carries nothing from
+    call to call. Raises ValueError for features below 1.
+
+    Example:
+        import torch
+        from leanfleet.export.low_rank import HyperAttention
+
+        attend = HyperAttention(features=64, seed=0)
+        print(attend(*torch.randn(3, 1, 2, 300, 16)).shape)  # torch.Size([1, 2, 300, 16])
+    """
+
+    def __init__(self, features: int, seed: int, projections: int = 7) -> None:
+        super().__init__()
+        _check_sizes(features, features, projections, features)
+        self.features, self.seed, self.projections = features, seed, projections
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        sizes = self.features, self.features, self.projections, self.features
+        return hyper_attention(query, key, value, *sizes, self.seed)
+
+
+METHODS = ("favor", "vq", "lara", *PROMPTS)
 
 
 def linearise(
@@ -336,13 +368,16 @@ def linearise(
 ) -> Any:
     """Replaces softmax in some layers of a transformers model by a low-rank form, in place and without training; returns it.
 
-    method: "favor" (FavorFeatures), "vq" (QuantisedKeys) or "lara" (LaraFeatures); all are causal and carry a state [features,
-    Dv + 1] a key head, in running_sums_cache as in export_decoder. layers: their numbers; the others keep softmax. features: R,
-    the rank. seed: of the random directions, or of k-means. calibration: int64 [1,N], tokens whose keys give the codebooks of
-    "vq", and queries and keys the landmarks of "lara"; N >= features. The model's weights stay as they are, in any float type;
-    features are float32. save_pretrained does not keep the replacement: linearise the loaded model again. Source:
-    FleetAttention's experiment (table 2, appendix A.1), which does this to layers 23 to 30 of 32. HyperAttention has no such
-    state: "hyper" is refused, and hyper_attention is a function for prompts.
+    method: "favor" (FavorFeatures), "vq" (QuantisedKeys) or "lara" (LaraFeatures); these are causal and carry a state
+    [features, Dv + 1] a key head, in running_sums_cache as in export_decoder. Or "hyper" (hyper_attention), which has no state:
+    a prompt that comes in one call is approximated, tokens after it attend over the layer's keys by softmax, and export_decoder
+    refuses the model. Its scores of a prompt's own tokens have read the future (see hyper_attention): score those after it.
+
+    layers: their numbers; the others keep softmax. features: R, the rank; of "hyper" the sizes of blocks and samples. seed: of
+    the random directions and draws, or of k-means. calibration: int64 [1,N], tokens whose keys give the codebooks of "vq", and
+    queries and keys the landmarks of "lara"; N >= features. The model's weights stay as they are, in any float type; features
+    are float32. save_pretrained does not keep the replacement: linearise the loaded model again. Source: FleetAttention's
+    experiment (table 2, appendix A.1), which does this to layers 23 to 30 of 32.
 
     Raises ValueError for an unknown method, layers that are not there, a missing or short calibration, a model whose softmax is
     not transformers' own, and for one that is linear already.
@@ -357,8 +392,6 @@ def linearise(
     from leanfleet.export.support import check_implementation, linear_layers_of
 
     config = model.config.get_text_config(decoder=True)
-    if method in _PROMPTS:
-        raise ValueError(f"linearise: {_PROMPTS[method]}. Methods are {', '.join(METHODS)}")
     if method not in METHODS:
         raise ValueError(f"linearise: method is {method!r}; it is one of {', '.join(METHODS)}")
     check_implementation(model)
@@ -367,26 +400,36 @@ def linearise(
     chosen, count = sorted(set(layers)), config.num_hidden_layers
     if any(not 0 <= layer < count for layer in chosen):
         raise ValueError(f"linearise: layers are {chosen}; expected numbers from 0 to {count - 1}")
-    if method != "favor" and calibration is None:
+    if method in ("vq", "lara") and calibration is None:
         raise ValueError(f"linearise: '{method}' looks at a text's keys: give calibration, int64 [1,N]")
-    keys = _keys(model, calibration) if method == "vq" else {}
-    rows = _queries_and_keys(model, calibration) if method == "lara" else {}
     modules = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
-    made: dict[int, nn.Module] = {}
-    for layer in chosen:
-        if method == "vq":
-            made[layer] = QuantisedKeys(codebooks(keys[layer] * modules[layer].scaling ** 0.5, features, seed + layer))
-        elif method == "lara":
-            q, k = (t * modules[layer].scaling ** 0.5 for t in rows[layer])
-            made[layer] = LaraFeatures(q, k, features, seed + layer)
-        else:
-            made[layer] = FavorFeatures(modules[layer].head_dim, features, seed + layer)
+    made = _made(model, method, {layer: modules[layer] for layer in chosen}, features, seed, calibration)
     for layer, module in made.items():  # only now, so that an error leaves the model as it was
         setattr(modules[layer], FEATURES, module.to(model.device))
     setattr(config, LAYERS, chosen)
     setattr(config, METHOD, method)
     model.set_attn_implementation(register_transformers())
     return model
+
+
+def _made(
+    model: Any, method: str, layers: dict[int, Any], features: int, seed: int, calibration: torch.Tensor | None
+) -> dict[int, nn.Module]:
+    """{layer: what takes the place of its softmax}, for these attention modules of a model by their layers' numbers."""
+    keys = _keys(model, calibration) if method == "vq" else {}
+    rows = _queries_and_keys(model, calibration) if method == "lara" else {}
+    made: dict[int, nn.Module] = {}
+    for layer, module in layers.items():
+        if method == "vq":
+            made[layer] = QuantisedKeys(codebooks(keys[layer] * module.scaling**0.5, features, seed + layer))
+        elif method == "lara":
+            q, k = (t * module.scaling**0.5 for t in rows[layer])
+            made[layer] = LaraFeatures(q, k, features, seed + layer)
+        elif method == "hyper":
+            made[layer] = HyperAttention(features, seed + layer)
+        else:
+            made[layer] = FavorFeatures(module.head_dim, features, seed + layer)
+    return made
 
 
 def _keys(model: Any, calibration: torch.Tensor | None) -> dict[int, torch.Tensor]:

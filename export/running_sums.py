@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from leanfleet.export.support import SUMS, check_linear_layers, linear_layers
+from leanfleet.export.support import SUMS, check_linear_layers, keeps_keys, linear_layers
 
 
 class RunningSums(CacheLayerMixin):
@@ -88,7 +88,8 @@ def running_sums_cache(config: PreTrainedConfig) -> DynamicCache:
     """A cache for a transformers model whose attention is register_transformers(): a step costs the same at any length.
 
     Linear layers carry the sums of NormalizedLinearAttention, float32 (float64 in a float64 model); softmax layers of a mixed
-    model (config.leanfleet_linear_layers) keys and values as transformers keeps them. Padding, on whichever side, is left out
+    model (config.leanfleet_linear_layers) keys and values as transformers keeps them, as do layers with HyperAttention, which
+    has no sums (low_rank.linearise). Padding, on whichever side, is left out
     of the sums where the model gets an attention_mask. Sums carry no gradient. Source: "Linear Attention Optimized GPU Kernel
     Implementation", equation 4, whose sums over n <= i are those over n <= i - 1 and one more term.
 
@@ -107,6 +108,6 @@ def running_sums_cache(config: PreTrainedConfig) -> DynamicCache:
     config = config.get_text_config(decoder=True)
     check_linear_layers(config)
     cache = DynamicCache(config=config)
-    for layer in linear_layers(config):
+    for layer in () if keeps_keys(config) else linear_layers(config):
         cache.layers[layer] = RunningSums(layer)
     return cache

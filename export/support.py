@@ -20,6 +20,7 @@ REMEMBERED = "leanfleet_attention"  # the configuration's entry that says so; tr
 LAYERS = "leanfleet_linear_layers"  # the configuration's entry that names the layers it is for; without: all
 FEATURES = "leanfleet_features"  # submodule of attention layers that low_rank.linearise changed
 METHOD = "leanfleet_low_rank"  # the configuration's entry that says so: from_pretrained knows no such submodule
+PROMPTS = ("hyper",)  # values of METHOD of layers that approximate prompts and keep keys and values for what follows
 SUMS = "leanfleet_sums"  # attribute of the keys of a running_sums_cache: attention gets tensors alone, not the cache
 _SOFTMAX = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+|kernels-community/[\w.-]*flash-attn[\w.@-]*)")
 LIGHTNING = "MiniMaxLightningAttention"
@@ -76,6 +77,13 @@ def check_supported(model: object) -> None:
             f"leanfleet.export_decoder gives each layer its own. {ELSEWHERE}"
         )
     check_implementation(model)
+    if keeps_keys(config):
+        raise ValueError(
+            f"{name}: layers {', '.join(map(str, linear_layers(config)))} have HyperAttention (low_rank.linearise), which "
+            "recurses over whole prompts and has no state that a graph could carry. Export the model without it (load it anew, "
+            f"without {METHOD} and {LAYERS} in its configuration): its steps after a prompt are softmax's in any case. Of "
+            "linearise's methods favor, vq and lara are exported"
+        )
     for path, module in rotary_modules(model):
         if any("dynamic" in kind for _, kind in _kinds(module)):
             raise ValueError(
@@ -196,6 +204,11 @@ def check_linear_layers(config: "PreTrainedConfig") -> None:
         return
     if not isinstance(chosen, (list, tuple)) or not all(type(n) is int and 0 <= n < count for n in chosen):
         raise ValueError(f"config.{LAYERS} is {chosen!r}; expected a list of layers from 0 to {count - 1}")
+
+
+def keeps_keys(config: "PreTrainedConfig") -> bool:
+    """Whether the layers that low_rank.linearise changed keep keys and values, because their form has no state."""
+    return getattr(config, METHOD, None) in PROMPTS
 
 
 def linear_layers_of(model: "PreTrainedModel") -> list[int]:

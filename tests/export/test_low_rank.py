@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from leanfleet.export import export_decoder
-from leanfleet.export.linear_attention import register_transformers
+from leanfleet.export.linear_attention import attention, register_transformers
 from leanfleet.export.low_rank import (
     FavorFeatures,
     LaraFeatures,
@@ -22,6 +22,7 @@ from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
+from support.benchmarks import script
 from support.cpu_time import rest_slow
 from support.decoders import make, prompts
 
@@ -204,6 +205,11 @@ def test_later_keys_and_values_change_nothing_before():
     assert torch.equal(hyper_attention(query, other_key, other_value, **options)[:, :, :56], found[:, :, :56])
 
 
+def test_buckets_are_where_the_rows_are():
+    """Directions are drawn on the CPU, rows may be on a GPU."""
+    assert lsh_buckets(torch.empty(3, 5, device="meta"), torch.empty(7, 5)).device.type == "meta"
+
+
 def test_neighbouring_buckets_differ_in_one_sign():
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 5)
     ordered = signs[lsh_buckets(signs, torch.eye(5)).argsort()]
@@ -256,6 +262,82 @@ def test_continuous_batching(model, tmp_path):
         assert request.tokens == tokens[len(prompt) :]
 
 
+def hyper_model(features, family="qwen3", layers=(1,)):
+    return linearise(make(family), "hyper", layers, features=features)
+
+
+def test_a_layer_approximates_its_prompt():
+    """Scale, heads and padding, by the attention function alone."""
+    model = hyper_model(8)
+    module = model.model.layers[1].self_attn
+    query, key, value = inputs(75)
+    wide = query.repeat_interleave(3, 1)
+    found, _ = attention(module, wide, key, value, None, scaling=module.scaling)
+    scaled = wide * module.scaling**0.5, key * module.scaling**0.5, value
+    plain = hyper_attention(*scaled, block=8, samples=8, shortest=8, seed=1)
+    torch.testing.assert_close(found, plain.transpose(1, 2))
+    assert relative(plain, softmax_attention(scaled[0], *(t.repeat_interleave(3, 1) for t in scaled[1:]))) > 1e-3
+    valid = torch.ones(1, 75, dtype=torch.bool)
+    valid[:, :5] = False
+    cut, _ = attention(module, wide, key, value, valid, scaling=module.scaling)
+    plain = hyper_attention(*(t[:, :, 5:] for t in scaled), block=8, samples=8, shortest=8, seed=1)
+    torch.testing.assert_close(cut[:, 5:], plain.transpose(1, 2))
+    assert not cut[:, :5].any()
+
+
+def test_blocks_as_long_as_the_prompt_are_softmax():
+    ids = torch.tensor(prompts(30, 30))
+    with torch.no_grad():
+        expected = make("qwen3").double()(ids).logits
+        model = hyper_model(32).double()
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-11, atol=1e-11)
+        cache = running_sums_cache(model.config)
+        pieces = [model(part, past_key_values=cache).logits for part in ids.split([20, 1, 9], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_tokens_after_an_approximated_prompt():
+    """Steps equal one call, and left padding changes nothing."""
+    model = hyper_model(4).double()
+    asked, after = prompts(40, 23), torch.tensor(prompts(9, 9))
+    ids, mask = torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 49, dtype=torch.int64)
+    for row, prompt in enumerate(asked):
+        ids[row, 40 - len(prompt) :], mask[row, 40 - len(prompt) :] = torch.tensor(prompt), 1
+    with torch.no_grad():
+        caches = [running_sums_cache(model.config) for _ in range(3)]
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask[:, :40], position_ids=places[:, :40], past_key_values=caches[0])
+        together = model(after, attention_mask=mask, position_ids=places[:, 40:], past_key_values=caches[0]).logits
+        for row, prompt in enumerate(asked):
+            cache = caches[1 + row]
+            model(torch.tensor([prompt]), past_key_values=cache)
+            alone = [model(token[None], past_key_values=cache).logits[0] for token in after[row].split(1)]
+            torch.testing.assert_close(together[row], torch.cat(alone), rtol=1e-10, atol=1e-10)
+
+
+def test_scores_after_a_prompt_read_no_future():
+    """Of bench/models/linearise.py: neither tokens behind a scored place nor, in its prompt, any but those before it."""
+    scores, model = script("models.linearise").scores_after_prompt, hyper_model(4)
+    window = torch.tensor(prompts(60)[0])
+    losses, likeliest = scores(model, window, 40)
+    assert losses.shape == likeliest.shape == (20,)
+    changed = window.clone()
+    changed[52:] = 5
+    others, _ = scores(model, changed, 40)
+    torch.testing.assert_close(others[:12], losses[:12], rtol=0, atol=0)
+    assert (others[12:] != losses[12:]).all()
+    with torch.no_grad():
+        plain = model(window[None, :40], use_cache=False).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(losses[0], -plain[window[40]])
+
+
+@pytest.mark.parametrize("write", [export_decoder, export_for_serving])
+def test_hyper_attention_is_not_exported(write, tmp_path):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: layers 0, 1 have HyperAttention .*favor, vq and lara are exported"):
+        write(hyper_model(8, layers=(0, 1)), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 @pytest.mark.slow
 def test_export(model, tmp_path):
     export_decoder(model, tmp_path)
@@ -275,7 +357,7 @@ def test_export(model, tmp_path):
 
 def test_errors(tmp_path):
     model = make("llama")
-    with pytest.raises(ValueError, match="method is 'nystrom'; it is one of favor, vq, lara"):
+    with pytest.raises(ValueError, match="method is 'nystrom'; it is one of favor, vq, lara, hyper"):
         linearise(model, "nystrom", [0])
     with pytest.raises(ValueError, match="layers are .2.; expected numbers from 0 to 1"):
         linearise(model, "favor", [2])
@@ -285,8 +367,10 @@ def test_errors(tmp_path):
         linearise(model, "lara", [0])
     with pytest.raises(ValueError, match="400 landmarks need as many tokens of calibration; there are 300"):
         linearise(make("llama"), "lara", [0], features=400, calibration=CALIBRATION)
-    with pytest.raises(ValueError, match="no state of fixed rank.* Methods are favor, vq, lara"):
-        linearise(model, "hyper", [0])
+    with pytest.raises(ValueError, match="block 0, samples 0.*each must be 1 or more"):
+        linearise(model, "hyper", [0], features=0)
+    with pytest.raises(ValueError, match="it asks for sliding_window"):
+        hyper_model(8, "mistral")(torch.tensor([[3, 4]]))
     with pytest.raises(ValueError, match="samples 0.*each must be 1 or more"):
         hyper_attention(*torch.zeros(3, 1, 2, 4, 8), samples=0)
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2 key heads"):
