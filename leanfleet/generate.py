@@ -94,8 +94,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--tensor-parallel",
         type=int,
         metavar="W",
-        help="share the model out to W processes, with a GPU each: heads, feed-forward layers and experts; W at most the heads "
-        "of keys and values. Run it with leanfleet generate --gpus W",
+        help="share the model out to W processes, with a GPU each: heads, feed-forward layers and experts; W at most the query "
+        "heads. Run it with leanfleet generate --gpus W",
     )
     export.add_argument(
         "--context-parallel",

@@ -275,15 +275,52 @@ def test_tokens_of_two_ranks_are_one_processs(exported, tmp_path):
     assert found[0] == found[1] == of_one_process(exported["one"][1])
 
 
+def cached_heads(folder, world):
+    """Of each rank's caches, by name of the cache."""
+    graphs = [onnx.load(folder / f"model.rank{rank}.onnx", load_external_data=False).graph for rank in range(world)]
+    return [{i.name: i.type.tensor_type.shape.dim[1].dim_value for i in g.input if i.name.startswith("past")} for g in graphs]
+
+
 def test_heads_that_do_not_divide(exported, tmp_path):
     model, folder = exported["uneven"]
-    graphs = [onnx.load(folder / f"model.rank{rank}.onnx", load_external_data=False).graph for rank in range(2)]
-    heads = [
-        {d.dim_value for i in g.input if i.name.startswith("past") for d in i.type.tensor_type.shape.dim[1:2]} for g in graphs
-    ]
-    assert heads == [{2}, {1}]
+    assert [set(heads.values()) for heads in cached_heads(folder, 2)] == [{2}, {1}]
     found = said(folder, tmp_path)
     assert found[0] == found[1] and are_the_models(found[0][:12], ASKED, model)
+
+
+def test_more_ranks_than_heads_of_keys(tmp_path):
+    """SmolLM2's 9 query heads over 3: two of four ranks have a copy of the first head of keys."""
+    torch.manual_seed(3)
+    sizes = dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=144, num_hidden_layers=1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "vocab_size": 260, **sizes})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    export_decoder(model, tmp_path / "four", byte_tokenizer(), tensor_parallel=4, verify=False)
+    assert [set(heads.values()) for heads in cached_heads(tmp_path / "four", 4)] == [{1}] * 4
+    found = said(tmp_path / "four", tmp_path, world=4)
+    assert found == [found[0]] * 4 and are_the_models(found[0][:12], ASKED, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, world", [("llama", 3), ("qwen3.5", 3), ("falcon-h1", 4)])
+def test_a_batch_with_copies_of_heads(kind, world, tmp_path):
+    """Softmax attention, layers of the gated delta rule with two key heads, and scans of two groups."""
+    torch.manual_seed(3)
+    name, sizes = HYBRIDS.get(kind, ("LlamaConfig", {}))
+    more = dict(mamba_n_groups=2, mamba_rms_norm=True) if kind == "falcon-h1" else {}
+    config = getattr(transformers, name)(**{**SIZES, "vocab_size": 260, **sizes, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+    for folder, ranks_of in (("several", world), ("one", None)):
+        export_decoder(model, tmp_path / folder, byte_tokenizer(), tensor_parallel=ranks_of, verify=ranks_of is not None)
+        add_serving(model, tmp_path / folder, block=8, verify=ranks_of is not None)
+    found = said(tmp_path / "several", tmp_path, world=world)
+    assert found == [of_one_process(tmp_path / "one")] * world
+    one = drive(ContinuousBatch(tmp_path / "one", device="cpu", **SMALL))
+    assert_same(driven(tmp_path / "several", tmp_path, world=world), one)
 
 
 @pytest.mark.slow
@@ -435,9 +472,9 @@ with ranks.join("world", "shared_memory"):
 SMALL = dict(pages=9, max_requests=4, step_tokens=24)
 
 
-def driven(folder, tmp_path, how="well", **options):
+def driven(folder, tmp_path, how="well", world=2, **options):
     program, options = DRIVE.replace("SOURCE", inspect.getsource(drive)), json.dumps(SMALL | options)
-    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), options, how), 2, seconds=300)
+    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), options, how), world, seconds=300)
     return json.loads((tmp_path / "driven").read_text())
 
 
@@ -656,7 +693,9 @@ def test_models_that_are_not_shared_out(tmp_path):
         return str(error.value)
 
     llama = make("llama")
-    assert "tensor_parallel is 3, and its attention has 2 heads of keys and values" in refusal(llama, 3)
+    assert "tensor_parallel is 7, and its attention has 6 query heads, none of which is cut: at most 6 ranks" in refusal(
+        llama, 7
+    )
     for wrong in (1, 0, -2, 2.0, "2", True):
         assert "expected a number of ranks, 2 or more" in refusal(llama, wrong)
     shared = "context_parallel"
@@ -671,7 +710,7 @@ def test_models_that_are_not_shared_out(tmp_path):
         export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
-    assert "tensor_parallel is 2, and layer 0 (Qwen3NextGatedDeltaNet) has 1 key head" in refusal(one_key_head())
+    assert "tensor_parallel is 5, and layer 0 (Qwen3NextGatedDeltaNet) has 4 value heads" in refusal(one_key_head(), 5)
     assert "layer 0 carries a state, and context_parallel" in refusal(one_key_head(), option="context_parallel")
     assert "layer 0 carries a state, and tensor_parallel shares out softmax attention, MiniMax" in refusal(hybrid("nemotron-h"))
     cohere = transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, use_qk_norm=True)).eval()
