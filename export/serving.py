@@ -230,7 +230,9 @@ def add_serving(
         graphs = []
         for rank in [None] if parallel is None else range(parallel.world):
             with (
-                nullcontext(cache) if rank is None or parallel is None else share_of_rank(model, cache, rank, parallel.world)
+                nullcontext(cache)
+                if rank is None or parallel is None
+                else share_of_rank(model, cache, rank, parallel.world, facts.get("whole_experts", False))
             ) as its_cache:
                 module, arguments, shapes, names = _traced(model, block, its_cache, narrow_states)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)

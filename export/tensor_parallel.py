@@ -2,9 +2,9 @@
 
 Query heads are shared out with the heads of keys and values that they attend over, the value heads of layers of the gated
 delta rule with their key heads, and the heads of Mamba-2's scans with their groups (HeadShare); the heads of linear attention;
-the columns of feed-forward layers, and of each expert. A rank computes its share from whole hidden states, and what it
-adds to them is summed over the ranks behind the projection that ends the layer. A norm over the channels of all heads sums the
-ranks' squares. Embeddings, other norms, routers and the language model's head are on every rank.
+the columns of feed-forward layers, and of each expert, or whole experts. A rank computes its share from whole hidden states,
+and what it adds to them is summed over the ranks behind the projection that ends the layer. A norm over the channels of all
+heads sums the ranks' squares. Embeddings, other norms, routers and the language model's head are on every rank.
 
 The modules stay the model's own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
 that traces, fuses and checks a decoder takes the share for a model like any other.
@@ -12,6 +12,7 @@ that traces, fuses and checks a decoder takes the share for a model like any oth
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,8 +89,10 @@ def check_world(world: object) -> int:
     return world
 
 
-def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
+def check_shardable(model: Any, world: int, layers: Sequence[str], whole_experts: bool = False) -> None:
     """Raises ValueError, naming the layer, for a model that cannot be shared out so. layers: names of its caches."""
+    if whole_experts:
+        _check_whole(model, world)
     name, again = type(model).__name__, "export it for one GPU"
     if hasattr(model, "cache_shapes"):
         return _check_ours(model, world)
@@ -119,6 +122,33 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
         )
 
 
+def _is_experts(module: Module) -> bool:
+    """Whether a module has the weights of a layer's experts, one behind the other."""
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return all(isinstance(w, Parameter) and w.dim() == 3 for w in weights)
+
+
+def _check_whole(model: Any, world: int) -> None:
+    found = [(path, module) for path, module in model.named_modules() if _is_experts(module)]
+    name, cut = type(model).__name__, "leave whole_experts out, which cuts each expert's columns"
+    if not found:
+        raise ValueError(
+            f"{name}: whole_experts is for mixtures of experts, and it has none that tensor_parallel knows: leave it out"
+        )
+    for path, module in found:
+        count = module.down_proj.shape[0]
+        takes = list(inspect.signature(module.forward).parameters)
+        if getattr(module, "num_experts", None) != count or len(takes) != 3:
+            raise ValueError(
+                f"{name}: its experts {path} ({type(module).__name__}) take {', '.join(takes)}, where tensor_parallel knows "
+                f"hidden states, the experts of each token and their weights: {cut}"
+            )
+        if world > count:
+            raise ValueError(
+                f"{name}: tensor_parallel is {world}, and {path} has {count} experts: at most {count} ranks, or {cut}"
+            )
+
+
 def _check_ours(model: Any, world: int) -> None:
     if not isinstance(model, LinearDecoder):
         raise ValueError(f"{type(model).__name__}: tensor_parallel is for transformers' decoders and LinearDecoder")
@@ -134,14 +164,17 @@ def _count(owner: Any, names: Sequence[str]) -> int:
 
 
 @contextmanager
-def shard(model: Any, rank: int, world: int) -> Iterator[None]:
-    """A decoder that is, while this lasts, the share of one rank. See check_shardable.
+def shard(model: Any, rank: int, world: int, whole_experts: bool = False) -> Iterator[None]:
+    """A decoder that is, while this lasts, the share of one rank. See check_shardable. whole_experts: of a mixture's experts a
+    rank has some, whole, in place of some columns of each.
 
     Raises ValueError, naming the layer, for one whose projections are not known.
     """
     with ExitStack() as undo:
-        share = _share_ours if isinstance(model, LinearDecoder) else _share_theirs
-        share(undo, model, rank, world)
+        if isinstance(model, LinearDecoder):
+            _share_ours(undo, model, rank, world)
+        else:
+            _share_theirs(undo, model, rank, world, whole_experts)
         yield
 
 
@@ -158,7 +191,7 @@ def _share_ours(undo: ExitStack, model: LinearDecoder, rank: int, world: int) ->
     model.__dict__["cache_shapes"] = lambda: of_rank
 
 
-def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
+def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int, whole_experts: bool) -> None:
     config = model.config.get_text_config(decoder=True)
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
     recurrent = {id(module) for module in _recurrent_layers(model).values()}
@@ -177,7 +210,8 @@ def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
             share.delta(attention)
         if id(layer) not in done:
             done.add(id(layer))
-            _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
+            where = f"{type(model).__name__}: layer {path.rpartition('.')[0]}"
+            _feed_forward(undo, layer, attention, rank, world, where, whole_experts)
     if all(id(module) in recurrent for _, module in layers):
         return  # nothing attends, and heads in the configuration are the recurrence's
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -201,9 +235,11 @@ def share_of_cache(cache: CacheType | None, rank: int, world: int) -> CacheType 
 
 
 @contextmanager
-def share_of_rank(model: Any, cache: CacheType | None, rank: int, world: int) -> Iterator[CacheType | None]:
+def share_of_rank(
+    model: Any, cache: CacheType | None, rank: int, world: int, whole_experts: bool = False
+) -> Iterator[CacheType | None]:
     """While it lasts, the model is one rank's share and can be traced, in a world of its own. Gives the rank's caches."""
-    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
+    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world, whole_experts), alone(WORLD):
         yield share_of_cache(cache, rank, world)
 
 
@@ -567,19 +603,34 @@ class _Layer:
                 _set(self.undo, module, name, Parameter(whole.detach().index_select(axis, chosen), requires_grad=False))
         if self.rank and getattr(module, "down_proj_bias", None) is not None:  # it is summed too, so that one rank has it
             _set(self.undo, module, "down_proj_bias", Parameter(torch.zeros_like(module.down_proj_bias), requires_grad=False))
-        self._summed(module)
+        forward: Callable[..., torch.Tensor] = module.forward
+        self._forward(module, lambda *given, **named: all_reduce(forward(*given, **named), communicator=WORLD))
 
-    def _summed(self, module: Any) -> None:
+    def whole_experts(self, module: Any) -> None:
+        """Gives this rank some of the experts, which it computes for the tokens that chose them: others have the weight 0."""
+        own = shares(module.num_experts, self.world)[self.rank]
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if whole.shape[0] == module.num_experts:
+                _set(self.undo, module, name, _part(whole, slice(own.start, own.stop)))
+        _set(self.undo, module, "num_experts", len(own))
+        _set(self.undo, module, "leanfleet_elsewhere", True)
         forward: Callable[..., torch.Tensor] = module.forward
 
-        def reduced(_: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-            return all_reduce(forward(*arguments, **options), communicator=WORLD)
+        def of_own(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            here = (chosen >= own.start) & (chosen < own.stop)
+            among = torch.where(here, chosen - own.start, 0)
+            return all_reduce(forward(hidden, among, torch.where(here, weights, 0)), communicator=WORLD)
 
-        module.forward = types.MethodType(reduced, module)
+        self._forward(module, of_own)
+
+    def _forward(self, module: Any, function: Callable[..., torch.Tensor]) -> None:
+        module.forward = types.MethodType(lambda _, *given, **named: function(*given, **named), module)
         self.undo.callback(vars(module).pop, "forward", None)
 
 
-def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, world: int, where: str) -> None:
+def _feed_forward(
+    undo: ExitStack, layer: Module, attention: Module, rank: int, world: int, where: str, whole_experts: bool
+) -> None:
     """Shares out what a decoder layer has beside its attention."""
     inside = {id(m) for m in attention.modules()}
     found = False
@@ -587,9 +638,8 @@ def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, 
         if id(module) in inside:
             continue
         share = _Layer(undo, rank, world, f"{where}.{path} ({type(module).__name__})".replace(". ", " "))
-        gates, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if isinstance(gates, Parameter) and isinstance(down, Parameter) and gates.dim() == down.dim() == 3:
-            share.experts(module)
+        if _is_experts(module):
+            (share.whole_experts if whole_experts else share.experts)(module)
             found = True
             continue
         for starts, end in _FEED_FORWARD:

@@ -512,6 +512,7 @@ class Facts(TypedDict, total=False):
     cache_scales: str | None  # of CACHE_SCALES; missing or None: each token and head has a scale of its own
     narrow_states: bool  # states have the model's type of 16 bits; missing: float32
     tensor_parallel: Ranks  # where neither of these is there the folder is for one process
+    whole_experts: bool  # of a tensor parallel folder: ranks have whole experts; missing: columns of each
     context_parallel: Context
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here

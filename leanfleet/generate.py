@@ -98,6 +98,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "heads. Run it with leanfleet generate --gpus W",
     )
     export.add_argument(
+        "--whole-experts",
+        action="store_true",
+        help="with --tensor-parallel, of a mixture of experts: give each process some experts, whole, not columns of all",
+    )
+    export.add_argument(
         "--context-parallel",
         type=int,
         metavar="W",
@@ -347,6 +352,8 @@ def check_export(arguments: argparse.Namespace) -> None:
     """Raises ValueError or FileNotFoundError where the options of leanfleet export contradict each other."""
     if arguments.tensor_parallel is not None and arguments.context_parallel is not None:
         raise ValueError("--tensor-parallel shares out heads, --context-parallel the tokens in the caches: give one of the two")
+    if arguments.whole_experts and arguments.tensor_parallel is None:
+        raise ValueError("--whole-experts says how --tensor-parallel shares a mixture out: give both")
     if arguments.context_parallel is not None and arguments.serve:
         raise ValueError("--serve writes a graph whose requests share pages, --context-parallel shares out tokens: give one")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
@@ -410,7 +417,7 @@ def _export(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("fuse", "verify", "rope", "narrow_states")} | {"cache": cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
         shared = {name: getattr(arguments, name) for name in decoder_contract.PARALLEL_KINDS}
-        export_decoder(model, new, tokenizer, **shared, **options)
+        export_decoder(model, new, tokenizer, whole_experts=arguments.whole_experts, **shared, **options)
         if arguments.serve:
             say("exporting it for serving ...")
             add_serving(model, new, **options)

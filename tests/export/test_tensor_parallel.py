@@ -99,14 +99,14 @@ def plain(model):
     return {} if isinstance(model, LinearDecoder) else {"use_cache": False}
 
 
-def logits_of_ranks(model, ids, world, monkeypatch):
+def logits_of_ranks(model, ids, world, monkeypatch, **how):
     """Logits of each rank, in float64 and by eager attention."""
     ring, found = Ring(world), [None] * world
     monkeypatch.setattr(tensor_parallel, "all_reduce", ring)
 
     def run(rank):
         own, ring.local.rank = copy.deepcopy(model), rank
-        with tensor_parallel.shard(own, rank, world), torch.no_grad():
+        with tensor_parallel.shard(own, rank, world, **how), torch.no_grad():
             found[rank] = own(input_ids=ids, **plain(model)).logits
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
@@ -141,6 +141,29 @@ def test_shares_sum_up_to_the_model(family, world, monkeypatch):
         held = sum(p.numel() for p in model.parameters())
     assert held < 0.9 * sum(p.numel() for p in model.parameters())
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before and vars(model.config) == config
+
+
+@pytest.mark.parametrize("family, world", [("qwen3-moe", 2), ("gpt-oss", 3), ("granite-experts", 3), ("minimax", 4)])
+@pytest.mark.parametrize("form", ["eager", "batched_mm"])
+def test_whole_experts_sum_up_to_the_model(family, world, form, monkeypatch):
+    """Of four experts, of which a token has two: on three ranks 2, 1 and 1."""
+    model = small(family).double()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation(form)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) / 8)
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 11))
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    most = 3e-6 * float(expected.abs().max()) if family in FLOAT32_NORMS else 1e-9
+    for found in logits_of_ranks(model, ids, world, monkeypatch, whole_experts=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=most)
+    experts = next(m for m in model.modules() if tensor_parallel._is_experts(m))
+    before = vars(experts).copy()
+    with tensor_parallel.shard(model, 0, world, whole_experts=True):
+        assert len(experts.down_proj) == experts.num_experts == -(-4 // world)
+    assert vars(experts) == before and experts.down_proj.shape[0] == 4
 
 
 @pytest.mark.parametrize("count, world", [(3, 2), (8, 4), (7, 3), (2, 2), (1, 2)])

@@ -302,6 +302,49 @@ def test_more_ranks_than_heads_of_keys(tmp_path):
     assert found == [found[0]] * 4 and are_the_models(found[0][:12], ASKED, model)
 
 
+def mixture(kind="MixtralConfig", **sizes):
+    usual = dict(num_local_experts=4, num_experts_per_tok=2, num_attention_heads=3, num_key_value_heads=3, sliding_window=None)
+    torch.manual_seed(3)
+    config = getattr(transformers, kind)(**{**SIZES, "vocab_size": 260, **usual, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::leanfleet.export.experts.ExpertsWarning")
+def test_whole_experts_over_three_ranks(tmp_path):
+    """Two experts on the first rank and one on the others, where a token chooses two."""
+    model, folder = mixture(num_hidden_layers=1), tmp_path / "three"
+    export_decoder(model, folder, byte_tokenizer(), tensor_parallel=3, whole_experts=True, verify=False)
+    assert json.loads((folder / "leanfleet.json").read_text())["whole_experts"] is True
+    for rank, own in enumerate((2, 1, 1)):
+        graph = onnx.load(folder / f"model.rank{rank}.onnx").graph
+        node = next(n for n in graph.node if n.op_type == "MoE")
+        assert sum(n.op_type == "MoE" for n in graph.node) == 1
+        assert next(list(i.dims) for i in graph.initializer if i.name == node.input[4]) == [own, 96, 128]
+        assert {a.name: a.i for a in node.attribute}["k"] == min(own, 2)
+    found = said(folder, tmp_path, world=3)
+    assert found == [found[0]] * 3 and are_the_models(found[0][:12], ASKED, model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::leanfleet.export.experts.ExpertsWarning")
+@pytest.mark.parametrize("kind", ["MixtralConfig", "GptOssConfig"])
+def test_a_batch_with_whole_experts(kind, tmp_path):
+    """Experts of gpt-oss have biases and another activation; where nothing is fused they are standard operators."""
+    model = mixture(kind, num_local_experts=5, num_experts_per_tok=3)
+    for fuse in (True, False):
+        several, one = tmp_path / f"several{fuse}", tmp_path / f"one{fuse}"
+        export_decoder(model, several, byte_tokenizer(), tensor_parallel=2, whole_experts=True, fuse=fuse)
+        add_serving(model, several, block=8, fuse=fuse)
+        export_decoder(model, one, byte_tokenizer(), verify=False, fuse=fuse)
+        add_serving(model, one, block=8, verify=False, fuse=fuse)
+        assert said(several, tmp_path) == [of_one_process(one)] * 2
+        assert_same(driven(several, tmp_path), drive(ContinuousBatch(one, device="cpu", **SMALL)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, world", [("llama", 3), ("qwen3.5", 3), ("falcon-h1", 4)])
 def test_a_batch_with_copies_of_heads(kind, world, tmp_path):
@@ -708,6 +751,11 @@ def test_models_that_are_not_shared_out(tmp_path):
         ValueError, match="tensor_parallel shares out heads, context_parallel the tokens in the caches: give one"
     ):
         export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
+    with pytest.raises(ValueError, match="whole_experts says how tensor_parallel shares a mixture out: give both"):
+        export_decoder(mixture(), tmp_path / "new", whole_experts=True)
+    for few, world, message in ((llama, 2, "it has none that tensor_parallel knows"), (mixture(), 5, "at most 4 ranks")):
+        with pytest.raises(ValueError, match=f"whole_experts.*{message}|{message}.*whole_experts"):
+            export_decoder(few, tmp_path / "new", tensor_parallel=world, whole_experts=True)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
     assert "tensor_parallel is 5, and layer 0 (Qwen3NextGatedDeltaNet) has 4 value heads" in refusal(one_key_head(), 5)
