@@ -440,8 +440,8 @@ class SharingDecoder(Decoder):
     ) -> tuple[torch.Tensor, ...]:
         """caches: pools in the order of names; returns (logits, *pools)."""
         named = zip(self.names, caches, strict=True)
-        shares = sharing.Shares(named, seq_lens, query_lens, block_table, rank, self.world, CONTEXT_BLOCK, self.cache)
-        return self.over(shares, input_ids)
+        orders = sharing.Orders(seq_lens, query_lens, block_table, rank, self.world, CONTEXT_BLOCK)
+        return self.over(sharing.Shares(named, orders, self.cache), input_ids)
 
 
 EXAMPLE = {BATCH: 2, TOKENS: 3, CAPACITY: 16}

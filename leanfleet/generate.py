@@ -354,8 +354,6 @@ def check_export(arguments: argparse.Namespace) -> None:
         raise ValueError("--tensor-parallel shares out heads, --context-parallel the tokens in the caches: give one of the two")
     if arguments.whole_experts and arguments.tensor_parallel is None:
         raise ValueError("--whole-experts says how --tensor-parallel shares a mixture out: give both")
-    if arguments.context_parallel is not None and arguments.serve:
-        raise ValueError("--serve writes a graph whose requests share pages, --context-parallel shares out tokens: give one")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
@@ -507,7 +505,8 @@ def world_of(arguments: argparse.Namespace, interface: decoder_contract.Interfac
             served = interface is decoder_contract.SERVING
             raise ValueError(
                 f"--{name} {count}: {arguments.folder} was exported for one process; export the model with "
-                f"leanfleet export --tensor-parallel {count}" + (" --serve" if served else f", or --context-parallel {count}")
+                f"leanfleet export --tensor-parallel {count}, or --context-parallel {count}"
+                + (", with --serve" if served else "")
             )
         if count != parallel.world:
             raise ValueError(

@@ -14,7 +14,8 @@ they fit. Ways:
 
 Each is a CUDA graph of one call in float16, timed by events on all ranks behind a read of 256 MB and an exchange that
 lines the ranks up, once all of it is queued; the median over rounds of the slowest rank, µs. Results are checked: errors in
-one key/value head against float64 may be twice those of torch's way. `share` is LeanAttention over one rank's share without any exchange.
+one key/value head against float64 may be twice those of torch's way. `share` is LeanAttention over one rank's share without any
+exchange.
 """
 
 import argparse

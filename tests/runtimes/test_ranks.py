@@ -334,7 +334,7 @@ def test_whole_experts_over_three_ranks(tmp_path):
 @pytest.mark.parametrize("kind", ["MixtralConfig", "GptOssConfig"])
 def test_a_batch_with_whole_experts(kind, tmp_path):
     """Experts of gpt-oss have biases and another activation; where nothing is fused they are standard operators."""
-    model = mixture(kind, num_local_experts=5, num_experts_per_tok=3)
+    model = mixture(kind, num_local_experts=5, num_experts_per_tok=3, sliding_window=5)
     for fuse in (True, False):
         several, one = tmp_path / f"several{fuse}", tmp_path / f"one{fuse}"
         export_decoder(model, several, byte_tokenizer(), tensor_parallel=2, whole_experts=True, fuse=fuse)
@@ -530,6 +530,51 @@ def assert_same(found, expected):
 def test_a_batch_of_two_ranks_gives_one_processs_tokens(exported, tmp_path):
     found = driven(exported["even"][1], tmp_path)
     assert_same(found, drive(ContinuousBatch(exported["one"][1], device="cpu", **SMALL)))
+
+
+@pytest.fixture(scope="module")
+def shared_batch(exported):
+    """(folder of two ranks that share out the context, with a serving graph, and one for one process) of the same model."""
+    model, one = exported["one"]
+    folder = one.parent / "context"
+    export_decoder(model, folder, byte_tokenizer(), context_parallel=2, verify=False)
+    add_serving(model, folder, block=4)
+    return folder, one
+
+
+def test_a_batch_over_a_shared_context_gives_one_processs_tokens(shared_batch, tmp_path):
+    """A page is 8 tokens, 4 on each rank."""
+    folder, one = shared_batch
+    facts = json.loads((folder / "leanfleet.json").read_text())["serving"]
+    assert (facts["block"], facts["format"]) == (8, 7)
+    assert facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
+    batch = ContinuousBatch(folder, device="cpu", rank=1, **SMALL)
+    assert {tuple(pool.shape()[:2]) for pool in batch.pools} == {(SMALL["pages"], 4)}
+    shutil.copytree(folder, tmp_path / "copy")
+    said = json.loads((folder / "leanfleet.json").read_text())
+    said["serving"]["block"] = 16
+    (tmp_path / "copy" / "leanfleet.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="has blocks of 4 tokens on each of 2 ranks, where leanfleet.json has pages of 16"):
+        ContinuousBatch(tmp_path / "copy", device="cpu", rank=1, **SMALL)
+    assert_same(driven(folder, tmp_path), drive(ContinuousBatch(one, device="cpu", **SMALL)))
+
+
+@pytest.mark.slow
+def test_a_batch_over_a_shared_context_that_guesses(shared_batch, tmp_path):
+    folder, one = shared_batch
+    assert_same(driven(folder, tmp_path, speculate=3), drive(ContinuousBatch(one, device="cpu", **SMALL, speculate=3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_batch_with_sinks_and_windows_over_three_ranks(cache, tmp_path):
+    model = make("gpt-oss")
+    export_decoder(model, tmp_path / "three", byte_tokenizer(), context_parallel=3, cache=cache, verify=False)
+    add_serving(model, tmp_path / "three", block=4, cache=cache)
+    export_decoder(model, tmp_path / "one", byte_tokenizer(), cache=cache, verify=False)
+    add_serving(model, tmp_path / "one", block=12, cache=cache, verify=False)
+    one = drive(ContinuousBatch(tmp_path / "one", device="cpu", **SMALL))
+    assert_same(driven(tmp_path / "three", tmp_path, world=3), one)
 
 
 @pytest.mark.slow
