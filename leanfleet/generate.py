@@ -502,11 +502,10 @@ def world_of(arguments: argparse.Namespace, interface: decoder_contract.Interfac
         return None
     for name, count in asked.items():
         if parallel is None:
-            served = interface is decoder_contract.SERVING
+            served = " --serve" * (interface is decoder_contract.SERVING)
             raise ValueError(
                 f"--{name} {count}: {arguments.folder} was exported for one process; export the model with "
-                f"leanfleet export --tensor-parallel {count}, or --context-parallel {count}"
-                + (", with --serve" if served else "")
+                f"leanfleet export --tensor-parallel {count}{served}, or --context-parallel {count}{served}"
             )
         if count != parallel.world:
             raise ValueError(
