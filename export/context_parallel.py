@@ -82,37 +82,50 @@ def order_of_pages(
     return ends, torch.where(index == place, page, -1)
 
 
-class Shares(Cache):
-    """One rank's pools of one traced call, by name ("0.key")."""
-
-    heads_axis = 2
+class Orders:
+    """The orders of pages of one traced call, of which layers with the same window have the same. See order_of_pages."""
 
     def __init__(
         self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor,
         block_table: torch.Tensor,
         rank: torch.Tensor,
         world: int,
         block: int,
-        form: CacheType | None,
     ) -> None:
-        super().__init__(tensors, seq_lens, query_lens, form)
-        self.block_table, self.rank, self.world, self.block = block_table, rank, world, block
-        self._orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
+        self.seq_lens, self.query_lens, self.block_table = seq_lens, query_lens, block_table
+        self.rank, self.world, self.block = rank, world, block
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
 
-    def _order(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if window not in self._orders:
-            self._orders[window] = order_of_pages(
+    def options(self, window: int) -> dict[str, Any]:
+        """LeanAttention's arguments for this rank's share. A process that runs a decoder in PyTorch has no other ranks: its
+        share is all that counts there."""
+        if window not in self._found:
+            self._found[window] = order_of_pages(
                 self.seq_lens, self.query_lens, self.block_table, self.rank, self.world, self.block, window
             )
-        return self._orders[window]
+        seq_lens, block_table = self._found[window]
+        over = dict(world=self.world, communicator=WORLD) if torch.compiler.is_exporting() else {}
+        return dict(seq_lens=seq_lens, block_table=block_table, **over)
+
+
+class Shares(Cache):
+    """One rank's pools of one traced call, by name ("0.key")."""
+
+    heads_axis = 2
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], orders: Orders, form: CacheType | None) -> None:
+        super().__init__(tensors, orders.seq_lens, orders.query_lens, form)
+        self.orders = orders
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As Cache.attend: appends the new tokens that are this rank's; attention over the shares of all ranks. A process that
-        runs a decoder in PyTorch has no other ranks: its share is all that counts there."""
-        seq_lens, block_table = self._order(options.get("window", -1))
-        if torch.compiler.is_exporting():
-            options |= dict(world=self.world, communicator=WORLD)
-        return super().attend(layer, query, key, value, seq_lens=seq_lens, block_table=block_table, **options)
+        """As Cache.attend: appends the new tokens that are this rank's; attention over the shares of all ranks."""
+        return super().attend(layer, query, key, value, **options | self.orders.options(options.get("window", -1)))
+
+
+def served_table(block_table: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
+    """The table of Orders of a SERVING graph, whose calls have so many new tokens, int32 [B,M]: pages of the requests, each of
+    which is a block on every rank, and behind them -1 as often as context_table has it."""
+    behind = block_table.new_full((1, (tokens + block - 2) // block + 2), -1)
+    return torch.cat([block_table, behind.expand(block_table.shape[0], -1)], 1)

@@ -440,8 +440,8 @@ class SharingDecoder(Decoder):
     ) -> tuple[torch.Tensor, ...]:
         """caches: pools in the order of names; returns (logits, *pools)."""
         named = zip(self.names, caches, strict=True)
-        shares = sharing.Shares(named, seq_lens, query_lens, block_table, rank, self.world, CONTEXT_BLOCK, self.cache)
-        return self.over(shares, input_ids)
+        orders = sharing.Orders(seq_lens, query_lens, block_table, rank, self.world, CONTEXT_BLOCK)
+        return self.over(sharing.Shares(named, orders, self.cache), input_ids)
 
 
 EXAMPLE = {BATCH: 2, TOKENS: 3, CAPACITY: 16}
@@ -468,6 +468,7 @@ def export_decoder(
     tensor_parallel: int | None = None,
     context_parallel: int | None = None,
     narrow_states: bool = False,
+    whole_experts: bool = False,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -486,7 +487,8 @@ def export_decoder(
     "int8/fp8": keys and values each in its own; what leanfleet.export.calibrate returns: with scales that are constants of the
     graph. tensor_parallel: None, or a number of ranks, processes with a GPU each: the
     folder then has, in place of model.onnx, a graph for each rank with its share of heads, of feed-forward layers and experts
-    (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. context_parallel: None, or a number of ranks, each of which
+    (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. whole_experts: with tensor_parallel, a rank has some of a
+    mixture's experts, whole, in place of some columns of each. context_parallel: None, or a number of ranks, each of which
     computes the whole model over its share of the tokens in the caches (leanfleet.export.context_parallel); model.onnx is for
     all of them. narrow_states: states of Mamba-2 and of linear attention with decay are of the model's type, 16 bits, in place
     of float32: half their memory and a step's traffic, and rounded once a step. leanfleet.json holds what
@@ -516,7 +518,10 @@ def export_decoder(
             f"{type(model).__name__}: tensor_parallel shares out heads, context_parallel the tokens in the caches: give one of "
             "the two"
         )
+    if whole_experts and tensor_parallel is None:
+        raise ValueError(f"{type(model).__name__}: whole_experts says how tensor_parallel shares a mixture out: give both")
     if tensor_parallel is not None:
+        facts |= {"whole_experts": True} if whole_experts else {}
         return _write_ranks(
             model,
             folder,
@@ -594,12 +599,13 @@ def _write_ranks(
     options: Mapping[str, Any],
 ) -> torch.onnx.ONNXProgram:
     """As write, of a tensor parallel folder: one rank's share after the other, so that each is traced like a model."""
-    check_shardable(model, world, list(cache_shapes(model, cache, narrow_states)))
+    whole_experts = facts.get("whole_experts", False)
+    check_shardable(model, world, list(cache_shapes(model, cache, narrow_states)), whole_experts)
     first: torch.onnx.ONNXProgram | None = None
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         paths = [new / rank_file(rank) for rank in range(world)]
         for rank, path in enumerate(paths):
-            with share_of_rank(model, cache, rank, world) as own:
+            with share_of_rank(model, cache, rank, world, whole_experts) as own:
                 module, arguments, shapes, names = _traced(model, all_logits, own, narrow_states)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
             facts |= found

@@ -69,7 +69,8 @@ def _arranged(module):
 def _moe(module, hidden_states, top_k_index, top_k_weights):
     """The experts of hidden_states [T,H] as one node; top_k_index int64 and top_k_weights [T,K], as transformers' routers give.
 
-    MoE takes logits, of which it keeps the K highest, normalised: those whose softmax the given weights are.
+    MoE takes logits, of which it keeps the K highest, normalised: those whose softmax the given weights are. A module with
+    leanfleet_elsewhere has some of the experts alone: tokens give others the weight 0.
     """
     activation = getattr(module, "leanfleet_activation", None)
     if activation is None:
@@ -78,15 +79,24 @@ def _moe(module, hidden_states, top_k_index, top_k_weights):
         return batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     weights = top_k_weights.float()
     total = weights.sum(-1, keepdim=True)
-    logits = torch.full((hidden_states.shape[0], module.gate_up_proj.shape[0]), _NOT_CHOSEN, device=hidden_states.device)
     shares = (weights / total.clamp(min=1e-30)).clamp(min=1e-30)
-    logits = logits.scatter(1, top_k_index, shares.log()).to(hidden_states.dtype)
+    count = module.gate_up_proj.shape[0]
+    if getattr(module, "leanfleet_elsewhere", False):
+        # Experts elsewhere go to a column more, which is cut off. A token that has none here gets the first one alone, for
+        # nothing: without it K would be chosen.
+        top_k_index = torch.where(weights > 0, top_k_index, count)
+        unchosen = torch.full((count + 1,), _NOT_CHOSEN, device=hidden_states.device)
+        unchosen[0] = _NOT_CHOSEN / 2
+        logits = unchosen.expand(hidden_states.shape[0], -1)
+    else:
+        logits = torch.full((hidden_states.shape[0], count), _NOT_CHOSEN, device=hidden_states.device)
+    logits = logits.scatter(1, top_k_index, shares.log())[:, :count].to(hidden_states.dtype)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     mixed = torch.onnx.ops.symbolic(
         f"{MICROSOFT}::MoE",
         (hidden_states, logits, module.gate_up_proj, biases[0], module.down_proj, biases[1]),
         {
-            "k": top_k_index.shape[1],
+            "k": min(top_k_index.shape[1], count),
             "activation_type": "swiglu",
             "swiglu_fusion": 1,
             "normalize_routing_weights": 1,

@@ -23,6 +23,7 @@ from leanfleet.decoder_contract import (
     BATCH,
     BIAS,
     CONTEXT_PARALLEL,
+    CONTEXT_SERVING,
     COUNT_INDEX,
     DECODER,
     ENDS,
@@ -34,6 +35,7 @@ from leanfleet.decoder_contract import (
     NEXT_TOKENS,
     OPTIONAL_FILES,
     POOL,
+    RANK,
     SAMPLER,
     SAMPLER_FILE,
     SEQ_LENS,
@@ -66,6 +68,7 @@ from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.decoder import INSIDE, Shapes, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
+from leanfleet.export import context_parallel as sharing
 from leanfleet.export.tensor_parallel import share_of_rank
 from leanfleet.export.torch_ops import sample_tokens
 
@@ -89,9 +92,12 @@ class Pages(Cache):
         block_table: torch.Tensor,
         state_index: torch.Tensor,
         form: CacheType | None,
+        orders: sharing.Orders | None = None,
     ) -> None:
+        """orders: where several ranks have each page, a block of it each."""
         super().__init__(tensors, seq_lens, cu_query_lens.diff(), form)
         self.block_table, self.cu_query_lens, self.state_index = block_table, cu_query_lens, state_index
+        self.orders = orders
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """query [1,H,T,D], key and value [1,Hkv,T,D]; returns [1,T,H,D]."""
@@ -105,9 +111,9 @@ class Pages(Cache):
             cu_query_lens=self.cu_query_lens,
             new_key=by_token(key),
             new_value=by_token(value),
-            block_table=self.block_table,
             layout="bnhd",
             **options,
+            **dict(block_table=self.block_table) if self.orders is None else self.orders.options(options.get("window", -1)),
         )
         return output.unsqueeze(0)
 
@@ -141,18 +147,58 @@ class PackedDecoder(torch.nn.Module):
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
-        named = zip(self.names, pages, strict=True)
-        cache = Pages(named, seq_lens, cu_query_lens, block_table, state_index, self.cache)
+        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table, state_index, self.cache)
+        return self.over(cache, input_ids.index_select(0, token_index), positions, last, settings)
+
+    def over(
+        self, cache: Pages, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, settings: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """forward over pages, of new tokens [T]."""
         logits = run(
             self.model,
             cache,
             lambda hidden: hidden[0].index_select(0, last),
-            input_ids=input_ids.index_select(0, token_index).unsqueeze(0),
+            input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
         )
         position = (positions.index_select(0, last) + 1).to(torch.int32)  # of the next tokens
-        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position)
-        return (logits, *sample_tokens(logits, **settings, logprob=True), *(cache.tensors[n] for n in self.names))
+        chosen = sample_tokens(logits, **settings, position=position, logprob=True)
+        return (logits, *chosen, *(cache.tensors[n] for n in self.names))
+
+
+class SharingPackedDecoder(PackedDecoder):
+    """The same for so many ranks that share out the tokens in the pages. block: those of a page that a rank has."""
+
+    def __init__(self, *arguments: Any, world: int, block: int) -> None:
+        super().__init__(*arguments)
+        self.world, self.block = world, block
+
+    def forward(  # type: ignore[override]  # it has an input more
+        self,
+        input_ids: torch.Tensor,
+        token_index: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_query_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        state_index: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        seed: torch.Tensor,
+        rank: torch.Tensor,
+        pages: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """As PackedDecoder's, of a CONTEXT_SERVING graph."""
+        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        table = sharing.served_table(block_table, positions.shape[0], self.block)
+        orders = sharing.Orders(seq_lens, cu_query_lens.diff(), table, rank, self.world, self.block)
+        named = zip(self.names, pages, strict=True)
+        cache = Pages(named, seq_lens, cu_query_lens, block_table, state_index, self.cache, orders)
+        return self.over(cache, input_ids.index_select(0, token_index), positions, last, settings)
 
 
 def export_for_serving(
@@ -204,7 +250,7 @@ def add_serving(
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
     `leanfleet serve` too. Weights that model.onnx has in a file beside it are taken from there. A tensor parallel folder gets
-    such a graph for each rank.
+    such a graph for each rank. Of a context parallel folder's pages each rank has its share: `block` tokens.
 
     Arguments and errors are those of export_for_serving, but narrow_states is as in the folder unless it is given. Where an
     error is raised, the folder serves what it did.
@@ -221,28 +267,26 @@ def add_serving(
     folder = Path(folder)
     facts = read_facts(folder, DECODER, parallel=True)
     parallel = parallel_of(facts)
-    if parallel is not None and parallel.kind == CONTEXT_PARALLEL:
-        raise ValueError(
-            f"{folder} was exported with context_parallel, which continuous batching does not take yet: export the model with "
-            "tensor_parallel, or for one process"
-        )
+    shared = parallel.world if parallel is not None and parallel.kind == CONTEXT_PARALLEL else 1
     narrow_states = facts.get("narrow_states", False) if narrow_states is None else narrow_states
-    own: dict[str, Any] = {"block": block, "cache": None, "cache_scales": None, **cache_facts(cache)}
+    own: dict[str, Any] = {"block": block * shared, "cache": None, "cache_scales": None, **cache_facts(cache)}
     own["narrow_states"] = narrow_states
     with ExitStack() as stack:
         graphs = []
-        for rank in [None] if parallel is None else range(parallel.world):
+        for rank in [None] if parallel is None or shared > 1 else range(parallel.world):
             with (
-                nullcontext(cache) if rank is None or parallel is None else share_of_rank(model, cache, rank, parallel.world)
+                nullcontext(cache)
+                if rank is None or parallel is None
+                else share_of_rank(model, cache, rank, parallel.world, facts.get("whole_experts", False))
             ) as its_cache:
-                module, arguments, shapes, names = _traced(model, block, its_cache, narrow_states)
+                module, arguments, shapes, names = _traced(model, block, its_cache, narrow_states, shared)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
             own |= found
             graphs.append(_Graph(stack, program.model, folder, rank))
         if verify:
             progress.tell("running the file and the model, to compare them")
-            of_it = found | {"kind": SERVING.kind, "block": block}
-            paths = [graph.path for graph in graphs]
+            of_it = facts | found | {"kind": SERVING.kind, "block": own["block"]}
+            paths = [graph.path for graph in graphs] * shared
             own["verified"] = (
                 verification.verify(model, paths[0], of_it, rope, cache)
                 if parallel is None
@@ -356,9 +400,10 @@ def _one_state(shapes: Shapes) -> Shapes:
 
 
 def _traced(
-    model: Any, block: int, cache: CacheType | None, narrow_states: bool
+    model: Any, block: int, cache: CacheType | None, narrow_states: bool, world: int = 1
 ) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
+    """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph. world: above 1: of its
+    CONTEXT_SERVING graph."""
     model = model.eval()
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
@@ -384,7 +429,15 @@ def _traced(
     pools = {name: pool_shape(name, shape, block) for name, (_, shape) in caches.items()}
     pages = [torch.zeros(sizes[shape[0]], *shape[1:], dtype=caches[name][0]) for name, shape in pools.items()]
     dims = {name: torch.export.Dim(name, min=1) for name in (KNOWN, TOKENS, BATCH, ENDS, TABLE, POOL, STATES, WANTED)}
-    shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
+    interface = SERVING if world == 1 else CONTEXT_SERVING
+    if world > 1:
+        example[RANK] = torch.zeros(1, dtype=torch.int32)
+    shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape) if n in dims} for t in interface.inputs}
     shapes["pages"] = [{0: dims[shape[0]]} for shape in pools.values()]
-    names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}
-    return PackedDecoder(model, caches, cache).eval(), (*example.values(), pages), shapes, names
+    names = {"input_names": interface.input_names(caches), "output_names": interface.output_names(caches)}
+    module = (
+        PackedDecoder(model, caches, cache)
+        if world == 1
+        else SharingPackedDecoder(model, caches, cache, world=world, block=block)
+    )
+    return module.eval(), (*example.values(), pages), shapes, names

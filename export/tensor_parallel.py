@@ -1,10 +1,10 @@
 """One rank's share of a decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
-Query heads are shared out with the heads of keys and values that they attend over, and the value heads of layers of the gated
-delta rule with their key heads; the heads of linear attention; those of Mamba-2's scans, with their groups where there are
-several; the columns of feed-forward layers, and of each expert. A rank computes its share from whole hidden states, and what it
-adds to them is summed over the ranks behind the projection that ends the layer. A norm over the channels of all heads sums the
-ranks' squares. Embeddings, other norms, routers and the language model's head are on every rank.
+Query heads are shared out with the heads of keys and values that they attend over, the value heads of layers of the gated
+delta rule with their key heads, and the heads of Mamba-2's scans with their groups (HeadShare); the heads of linear attention;
+the columns of feed-forward layers, and of each expert, or whole experts. A rank computes its share from whole hidden states,
+and what it adds to them is summed over the ranks behind the projection that ends the layer. A norm over the channels of all
+heads sums the ranks' squares. Embeddings, other norms, routers and the language model's head are on every rank.
 
 The modules stay the model's own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
 that traces, fuses and checks a decoder takes the share for a model like any other.
@@ -12,6 +12,7 @@ that traces, fuses and checks a decoder takes the share for a model like any oth
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ _FEED_FORWARD = (  # projections that begin and end a feed-forward layer
 )
 _HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
+_GROUPS = ("num_key_value_groups",)
 _DELTA_HEADS = "num_k_heads", "num_v_heads"  # of layers of the gated delta rule that are shared out
 _SCANS = "FalconH1Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"
 _TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
@@ -51,6 +53,27 @@ def shares(count: int, world: int) -> list[range]:
     each, more = divmod(count, world)
     ends = [rank * each + min(rank, more) for rank in range(world + 1)]
     return [range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def key_heads(count: int, world: int) -> list[range]:
+    """Heads of keys and values over ranks: whole ones while there are enough, else one on each rank, a head on several."""
+    if world <= count:
+        return shares(count, world)
+    return [range(head, head + 1) for head, ranks in enumerate(shares(world, count)) for _ in ranks]
+
+
+class HeadShare:
+    """A rank's heads: `own`, of queries, and `keys`, the heads of keys and values that these attend over. Ranks that have the
+    same head of keys share its query heads; `first` is the one of them that counts where something is summed over key heads."""
+
+    def __init__(self, heads: int, kv_heads: int, rank: int, world: int) -> None:
+        of_ranks, group = key_heads(kv_heads, world), heads // kv_heads
+        self.keys = of_ranks[rank]
+        place = rank - of_ranks.index(self.keys)
+        part = shares(group * len(self.keys), of_ranks.count(self.keys))[place]
+        start = self.keys.start * group
+        self.own = range(start + part.start, start + part.stop)
+        self.first = place == 0
 
 
 def columns(width: int, world: int) -> list[range]:
@@ -66,8 +89,10 @@ def check_world(world: object) -> int:
     return world
 
 
-def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
+def check_shardable(model: Any, world: int, layers: Sequence[str], whole_experts: bool = False) -> None:
     """Raises ValueError, naming the layer, for a model that cannot be shared out so. layers: names of its caches."""
+    if whole_experts:
+        _check_whole(model, world)
     name, again = type(model).__name__, "export it for one GPU"
     if hasattr(model, "cache_shapes"):
         return _check_ours(model, world)
@@ -88,13 +113,40 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     config = model.config.get_text_config(decoder=True)
     if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
         raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
-    kv = _count(config, _KV_HEADS) or _count(config, _HEADS)
+    heads = _count(config, _HEADS)
     attends = any(layer.endswith(KEY) for layer in layers)
-    if attends and world > kv:
+    if attends and world > heads:
         raise ValueError(
-            f"{name}: tensor_parallel is {world}, and its attention has {kv} head{'s' * (kv > 1)} of keys and values, none of "
-            f"which is cut: at most {kv} ranks" + (f", or {again}" if kv == 1 else "")
+            f"{name}: tensor_parallel is {world}, and its attention has {heads} query head{'s' * (heads > 1)}, none of which "
+            f"is cut: at most {heads} ranks" + (f", or {again}" if heads == 1 else "")
         )
+
+
+def _is_experts(module: Module) -> bool:
+    """Whether a module has the weights of a layer's experts, one behind the other."""
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return all(isinstance(w, Parameter) and w.dim() == 3 for w in weights)
+
+
+def _check_whole(model: Any, world: int) -> None:
+    found = [(path, module) for path, module in model.named_modules() if _is_experts(module)]
+    name, cut = type(model).__name__, "leave whole_experts out, which cuts each expert's columns"
+    if not found:
+        raise ValueError(
+            f"{name}: whole_experts is for mixtures of experts, and it has none that tensor_parallel knows: leave it out"
+        )
+    for path, module in found:
+        count = module.down_proj.shape[0]
+        takes = list(inspect.signature(module.forward).parameters)
+        if getattr(module, "num_experts", None) != count or len(takes) != 3:
+            raise ValueError(
+                f"{name}: its experts {path} ({type(module).__name__}) take {', '.join(takes)}, where tensor_parallel knows "
+                f"hidden states, the experts of each token and their weights: {cut}"
+            )
+        if world > count:
+            raise ValueError(
+                f"{name}: tensor_parallel is {world}, and {path} has {count} experts: at most {count} ranks, or {cut}"
+            )
 
 
 def _check_ours(model: Any, world: int) -> None:
@@ -112,14 +164,17 @@ def _count(owner: Any, names: Sequence[str]) -> int:
 
 
 @contextmanager
-def shard(model: Any, rank: int, world: int) -> Iterator[None]:
-    """A decoder that is, while this lasts, the share of one rank. See check_shardable.
+def shard(model: Any, rank: int, world: int, whole_experts: bool = False) -> Iterator[None]:
+    """A decoder that is, while this lasts, the share of one rank. See check_shardable. whole_experts: of a mixture's experts a
+    rank has some, whole, in place of some columns of each.
 
     Raises ValueError, naming the layer, for one whose projections are not known.
     """
     with ExitStack() as undo:
-        share = _share_ours if isinstance(model, LinearDecoder) else _share_theirs
-        share(undo, model, rank, world)
+        if isinstance(model, LinearDecoder):
+            _share_ours(undo, model, rank, world)
+        else:
+            _share_theirs(undo, model, rank, world, whole_experts)
         yield
 
 
@@ -136,7 +191,7 @@ def _share_ours(undo: ExitStack, model: LinearDecoder, rank: int, world: int) ->
     model.__dict__["cache_shapes"] = lambda: of_rank
 
 
-def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
+def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int, whole_experts: bool) -> None:
     config = model.config.get_text_config(decoder=True)
     heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
     recurrent = {id(module) for module in _recurrent_layers(model).values()}
@@ -155,13 +210,14 @@ def _share_theirs(undo: ExitStack, model: Any, rank: int, world: int) -> None:
             share.delta(attention)
         if id(layer) not in done:
             done.add(id(layer))
-            _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
+            where = f"{type(model).__name__}: layer {path.rpartition('.')[0]}"
+            _feed_forward(undo, layer, attention, rank, world, where, whole_experts)
     if all(id(module) in recurrent for _, module in layers):
         return  # nothing attends, and heads in the configuration are the recurrence's
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    own = shares(kv_heads, world)[rank]
+    share_of = HeadShare(heads, kv_heads, rank, world)
     _set(undo, config, "head_dim", size)  # which otherwise follows from the number of heads
-    for names, count in ((_HEADS, len(own) * heads // kv_heads), (_KV_HEADS, len(own))):
+    for names, count in ((_HEADS, len(share_of.own)), (_KV_HEADS, len(share_of.keys))):
         for name in names:
             if isinstance(getattr(config, name, None), int):
                 _set(undo, config, name, count)
@@ -173,15 +229,17 @@ def share_of_cache(cache: CacheType | None, rank: int, world: int) -> CacheType 
         return cache
     own = CalibratedCache(cache.form, cache.kind, {})
     for name, scale in cache.named_buffers():  # [Hkv,1,D]
-        heads = shares(len(scale), world)[rank]
+        heads = key_heads(len(scale), world)[rank]
         own.register_buffer(name, scale[heads.start : heads.stop])
     return own
 
 
 @contextmanager
-def share_of_rank(model: Any, cache: CacheType | None, rank: int, world: int) -> Iterator[CacheType | None]:
+def share_of_rank(
+    model: Any, cache: CacheType | None, rank: int, world: int, whole_experts: bool = False
+) -> Iterator[CacheType | None]:
     """While it lasts, the model is one rank's share and can be traced, in a world of its own. Gives the rank's caches."""
-    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
+    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world, whole_experts), alone(WORLD):
         yield share_of_cache(cache, rank, world)
 
 
@@ -203,9 +261,7 @@ def _cut_by(module: Any) -> tuple[int, str]:
     """(how many parts a recurrent module has that ranks can share, what they are called)."""
     if type(module).__name__ == LIGHTNING:
         return module.num_attention_heads, "head"
-    if type(module).__name__ not in _SCANS:
-        return module.num_k_heads, "key head"
-    return (module.num_heads, "head") if module.n_groups == 1 else (module.n_groups, "group")
+    return (module.num_heads, "head") if type(module).__name__ in _SCANS else (module.num_v_heads, "value head")
 
 
 def _layers(model: Module, recurrent: set[int]) -> list[tuple[Module, Any]]:
@@ -263,10 +319,22 @@ class Reduced(Module):
 
 
 class SharedNorm(Module):
-    """An RMS norm over the channels of all ranks, of which this one has those of `index`; behind a gate where one is given."""
+    """An RMS norm over `width` channels of several ranks, of which this one has those of `index`; it may have a gate.
 
-    def __init__(self, norm: Any, index: torch.Tensor, width: int) -> None:
+    counts: whether the rank's squares count; not where an earlier rank has the same channels. group: (which, of how many) that
+    are normed each by itself and lie on several ranks: all groups' squares are summed at once.
+    """
+
+    def __init__(
+        self, norm: Any, index: torch.Tensor, width: int, counts: bool = True, group: tuple[int, int] = (0, 1)
+    ) -> None:
         super().__init__()
+        self.gate_last = getattr(norm, "norm_before_gate", False)
+        self.group, groups = group
+        self.place = None
+        if groups > 1 or not counts:
+            self.place = torch.zeros(groups)
+            self.place[self.group] = counts
         weight = getattr(norm, "weight", None)
         self.weight = None if weight is None else _part(weight, index)
         self.eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
@@ -274,10 +342,17 @@ class SharedNorm(Module):
 
     def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        if gate is not None:
-            wide = wide * torch.nn.functional.silu(gate.to(wide.dtype))
-        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), communicator=WORLD)
-        normed = (wide * torch.rsqrt(squares / self.width + self.eps)).to(hidden.dtype)
+        gates = None if gate is None else torch.nn.functional.silu(gate.to(wide.dtype))
+        if gates is not None and not self.gate_last:
+            wide = wide * gates
+        squares = wide.pow(2).sum(-1, keepdim=True)
+        if self.place is not None:
+            squares = squares * self.place.to(wide.dtype)
+        squares = all_reduce(squares, communicator=WORLD)[..., self.group : self.group + 1]
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        if gates is not None and self.gate_last:
+            normed = normed * gates
+        normed = normed.to(hidden.dtype)
         return normed if self.weight is None else self.weight * normed
 
 
@@ -295,6 +370,21 @@ def _blocks(which: range, size: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start + which.start * size, start + which.stop * size)
 
 
+def _joint(share: HeadShare, each: int, first: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Rows of a joint projection that has, key head after key head, `first` rows and then, for each of `sizes`, a block of so
+    many rows for each of its `each` value heads."""
+    found, width = [], first + each * sum(sizes)
+    for head in share.keys:
+        at = head * width
+        found.append(torch.arange(at, at + first))
+        at += first
+        mine = range(max(share.own.start - head * each, 0), min(share.own.stop - head * each, each))
+        for size in sizes:
+            found.append(_blocks(mine, size, at))
+            at += each * size
+    return torch.cat(found)
+
+
 class _Layer:
     """Replaces the projections of a layer by one rank's. where: the layer, for errors."""
 
@@ -302,16 +392,16 @@ class _Layer:
         self.undo, self.rank, self.world, self.where = undo, rank, world, where
 
     def attention(self, module: Any, heads: int, kv_heads: int) -> None:
-        own_kv = shares(kv_heads, self.world)[self.rank]
-        group = heads // kv_heads
-        own = range(own_kv.start * group, own_kv.stop * group)
+        share = HeadShare(heads, kv_heads, self.rank, self.world)
         end = self._end(module)
-        for name, index in self._inputs(module, heads, kv_heads, own, own_kv).items():
+        for name, index in self._inputs(module, heads, kv_heads, share).items():
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
         last = self._linear(module, end)
-        _set(self.undo, module, end, Reduced(last, _blocks(own, self._each(last.in_features, heads))))
-        self._parameters(module, heads, kv_heads, own, own_kv)
-        for names, all_of_them, count in ((_HEADS, heads, len(own)), (_KV_HEADS, kv_heads, len(own_kv))):
+        _set(self.undo, module, end, Reduced(last, _blocks(share.own, self._each(last.in_features, heads))))
+        self._parameters(module, heads, kv_heads, share)
+        own, keys = len(share.own), len(share.keys)
+        counts = (_HEADS, heads, own), (_KV_HEADS, kv_heads, keys), (_GROUPS, heads // kv_heads, own // keys)
+        for names, all_of_them, count in counts:
             for name in names:
                 if getattr(module, name, None) == all_of_them:
                     _set(self.undo, module, name, count)
@@ -347,16 +437,16 @@ class _Layer:
         _set(self.undo, module, "heads", len(own))
 
     def delta(self, module: Any) -> None:
-        """A layer of the gated delta rule, by heads of keys. Channels of its convolution are queries, keys and values."""
-        heads, each = module.num_k_heads, module.num_v_heads // module.num_k_heads
-        own = shares(heads, self.world)[self.rank]
-        own_values = range(own.start * each, own.stop * each)
-        keys, values = _blocks(own, module.head_k_dim), _blocks(own_values, module.head_v_dim)
+        """A layer of the gated delta rule, whose value heads are what queries are to attention. Channels of its convolution are
+        queries, keys and values."""
+        each = module.num_v_heads // module.num_k_heads
+        share = HeadShare(module.num_v_heads, module.num_k_heads, self.rank, self.world)
+        keys, values = _blocks(share.keys, module.head_k_dim), _blocks(share.own, module.head_v_dim)
         channels = torch.cat([keys, module.key_dim + keys, 2 * module.key_dim + values])
-        of_values = torch.arange(own_values.start, own_values.stop)
+        of_values = torch.arange(share.own.start, share.own.stop)
         known = {
-            "in_proj_qkvz": _blocks(own, 2 * module.head_k_dim + 2 * each * module.head_v_dim),
-            "in_proj_ba": _blocks(own, 2 * each),
+            "in_proj_qkvz": _joint(share, each, 2 * module.head_k_dim, (module.head_v_dim, module.head_v_dim)),
+            "in_proj_ba": _joint(share, each, 0, (1, 1)),
             "in_proj_qkv": channels,
             **dict.fromkeys(("q_proj", "k_proj"), keys),
             **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
@@ -372,15 +462,14 @@ class _Layer:
         for name, index in taken.items():
             _set(self.undo, module, name, _rows(self._linear(module, name), index))
         _set(self.undo, module, end, Reduced(self._linear(module, end), values))
-        counts = {"num_k_heads": len(own), "num_v_heads": len(own_values), "key_dim": len(keys), "value_dim": len(values)}
+        counts = {"num_k_heads": len(share.keys), "num_v_heads": len(share.own), "key_dim": len(keys), "value_dim": len(values)}
         self._recurrence(module, of_values, channels, counts)
 
     def scan(self, module: Any) -> None:
-        """Mamba-2's mixer, by groups of heads or, where there is one group, by heads, with its B and C on each rank. Its
-        projection gives gates, values, B, C and dt; channels of its convolution are values, B and C."""
-        own = shares(_cut_by(module)[0], self.world)[self.rank]
-        each = module.num_heads // module.n_groups
-        groups, heads = (range(1), own) if module.n_groups == 1 else (own, range(own.start * each, own.stop * each))
+        """Mamba-2's mixer, whose heads are to their group's B and C what queries are to keys. Its projection gives gates,
+        values, B, C and dt; channels of its convolution are values, B and C."""
+        share = HeadShare(module.num_heads, module.n_groups, self.rank, self.world)
+        groups, heads = share.keys, share.own
         width, states = module.intermediate_size, module.n_groups * module.ssm_state_size
         values, of_groups = _blocks(heads, module.head_dim), _blocks(groups, module.ssm_state_size)
         of_heads = torch.arange(heads.start, heads.stop)
@@ -391,8 +480,9 @@ class _Layer:
         if getattr(module, "mup_vector", None) is not None:
             _set(self.undo, module, "mup_vector", module.mup_vector[..., projected])
         if (weight := getattr(module.norm, "weight", None)) is not None:
-            if module.n_groups == 1:
-                _set(self.undo, module, "norm", SharedNorm(module.norm, values, width))
+            if self.world > module.n_groups:
+                group = groups.start, module.n_groups
+                _set(self.undo, module, "norm", SharedNorm(module.norm, values, width // module.n_groups, group=group))
             else:
                 _set(self.undo, module.norm, "weight", _part(weight, values))
                 if hasattr(module.norm, "n_groups"):
@@ -410,8 +500,9 @@ class _Layer:
             if hasattr(module, name):
                 _set(self.undo, module, name, count)
 
-    def _inputs(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> dict[str, torch.Tensor]:
+    def _inputs(self, module: Any, heads: int, kv_heads: int, share: HeadShare) -> dict[str, torch.Tensor]:
         """{projection: the rows of its outputs that this rank has}."""
+        own, own_kv = share.own, share.keys
         if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj")):
             counts = {"q_proj": (heads, own), "k_proj": (kv_heads, own_kv), "v_proj": (kv_heads, own_kv)}
             return {
@@ -426,7 +517,7 @@ class _Layer:
             return {"query_key_value": _blocks(own, self._each(self._linear(module, "query_key_value").out_features, heads))}
         raise self._unknown(module)
 
-    def _parameters(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> None:
+    def _parameters(self, module: Any, heads: int, kv_heads: int, share: HeadShare) -> None:
         """Shares out what a layer has a number of for each head, and RMS norms over all heads; refuses other parameters that
         span several heads."""
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 0
@@ -435,19 +526,20 @@ class _Layer:
             if id(parameter) in replaced:
                 continue
             if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
-                _set(self.undo, module, path, _part(parameter, slice(own.start, own.stop)))
+                _set(self.undo, module, path, _part(parameter, slice(share.own.start, share.own.stop)))
             elif parameter.shape != (size,):
-                self._norm(module, path, parameter, {heads * size: (own, size), kv_heads * size: (own_kv, size)})
+                known = {heads * size: (share.own, True), kv_heads * size: (share.keys, share.first)}
+                self._norm(module, path, parameter, size, known)
 
-    def _norm(self, module: Any, path: str, parameter: Parameter, known: dict[int, tuple[range, int]]) -> None:
-        """An RMS norm over all heads. known: {its width: (the rank's heads, channels of one)}."""
+    def _norm(self, module: Any, path: str, parameter: Parameter, size: int, known: dict[int, tuple[range, bool]]) -> None:
+        """An RMS norm over all heads. size: channels of one. known: {its width: (the rank's heads, whether they count)}."""
         name, _, weight = path.rpartition(".")
         norm = getattr(module, name, None) if "." not in name else None
         width = parameter.shape[0] if parameter.dim() == 1 else 0
         if weight != "weight" or "RMSNorm" not in type(norm).__name__ or width not in known:
             raise self._not_by_heads(path, parameter)
-        heads, size = known[width]
-        _set(self.undo, module, name, SharedNorm(norm, _blocks(heads, size), width))
+        heads, counts = known[width]
+        _set(self.undo, module, name, SharedNorm(norm, _blocks(heads, size), width, counts))
 
     def _not_by_heads(self, path: str, parameter: Parameter) -> ValueError:
         return ValueError(
@@ -511,19 +603,34 @@ class _Layer:
                 _set(self.undo, module, name, Parameter(whole.detach().index_select(axis, chosen), requires_grad=False))
         if self.rank and getattr(module, "down_proj_bias", None) is not None:  # it is summed too, so that one rank has it
             _set(self.undo, module, "down_proj_bias", Parameter(torch.zeros_like(module.down_proj_bias), requires_grad=False))
-        self._summed(module)
+        forward: Callable[..., torch.Tensor] = module.forward
+        self._forward(module, lambda *given, **named: all_reduce(forward(*given, **named), communicator=WORLD))
 
-    def _summed(self, module: Any) -> None:
+    def whole_experts(self, module: Any) -> None:
+        """Gives this rank some of the experts, which it computes for the tokens that chose them: others have the weight 0."""
+        own = shares(module.num_experts, self.world)[self.rank]
+        for name, whole in list(module.named_parameters(recurse=False)):
+            if whole.shape[0] == module.num_experts:
+                _set(self.undo, module, name, _part(whole, slice(own.start, own.stop)))
+        _set(self.undo, module, "num_experts", len(own))
+        _set(self.undo, module, "leanfleet_elsewhere", True)
         forward: Callable[..., torch.Tensor] = module.forward
 
-        def reduced(_: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-            return all_reduce(forward(*arguments, **options), communicator=WORLD)
+        def of_own(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            here = (chosen >= own.start) & (chosen < own.stop)
+            among = torch.where(here, chosen - own.start, 0)
+            return all_reduce(forward(hidden, among, torch.where(here, weights, 0)), communicator=WORLD)
 
-        module.forward = types.MethodType(reduced, module)
+        self._forward(module, of_own)
+
+    def _forward(self, module: Any, function: Callable[..., torch.Tensor]) -> None:
+        module.forward = types.MethodType(lambda _, *given, **named: function(*given, **named), module)
         self.undo.callback(vars(module).pop, "forward", None)
 
 
-def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, world: int, where: str) -> None:
+def _feed_forward(
+    undo: ExitStack, layer: Module, attention: Module, rank: int, world: int, where: str, whole_experts: bool
+) -> None:
     """Shares out what a decoder layer has beside its attention."""
     inside = {id(m) for m in attention.modules()}
     found = False
@@ -531,9 +638,8 @@ def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, 
         if id(module) in inside:
             continue
         share = _Layer(undo, rank, world, f"{where}.{path} ({type(module).__name__})".replace(". ", " "))
-        gates, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-        if isinstance(gates, Parameter) and isinstance(down, Parameter) and gates.dim() == down.dim() == 3:
-            share.experts(module)
+        if _is_experts(module):
+            (share.whole_experts if whole_experts else share.experts)(module)
             found = True
             continue
         for starts, end in _FEED_FORWARD:

@@ -26,8 +26,10 @@ from leanfleet.decoder_contract import (
     CAPACITY,
     CONTEXT,
     CONTEXT_PARALLEL,
+    CONTEXT_SERVING,
     DECODER,
     POOL,
+    RANK,
     SERVING,
     SESSION_TYPES,
     WORLD,
@@ -36,6 +38,7 @@ from leanfleet.decoder_contract import (
     decoder_interface,
     is_state,
     packed,
+    serving_interface,
 )
 from leanfleet.export import blocks
 from leanfleet.export.quantised_caches import CacheType, emulated
@@ -431,7 +434,8 @@ class _Pages:
 
     def __init__(self, session, facts, batch, rank):
         self.session, self.block = session, facts["block"]
-        self.table = -(-(max(PROMPTS) + STEPS) // self.block)
+        self.rank = {RANK: np.array([rank], np.int32)} if serving_interface(facts) is CONTEXT_SERVING else {}
+        self.table = -(-(max(_prompts(facts)) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
         caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
         self.pools = {}
@@ -445,7 +449,7 @@ class _Pages:
 
     def run(self, new, seen):
         """As _Batch.run."""
-        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], states=list(new))
+        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], states=list(new)) | self.rank
         logits, *others = trial.run_session(self.session, feed | self.pools, widen=False).values()
         self.pools = dict(zip(self.pools, others[len(SERVING.outputs) - 1 :], strict=True))
         return dict(zip(new, logits, strict=True))

@@ -260,7 +260,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
         action=argparse.BooleanOptionalAction,
         help="capture steps as CUDA graphs (default: on a GPU, where they can be and no tokens are guessed)",
     )
-    generate.add_ranks(serve, "--tensor-parallel W --serve")
+    generate.add_ranks(serve, "--tensor-parallel W --serve or --context-parallel W --serve")
     serve.add_argument(
         "--cache-tokens",
         type=_positive,

@@ -6,7 +6,8 @@ model.onnx is of one of them; beside one of the first kind may stand serving.onn
 A tensor parallel folder has a DECODER graph for each rank in place of model.onnx: model.rank0.onnx, model.rank1.onnx, ..., each
 with the rank's share of weights and caches, and AllReduce nodes of the communicator WORLD. Logits are the same on all ranks.
 With --serve it has such a SERVING graph for each rank too: serving.rank0.onnx, ...
-A context parallel folder has one model.onnx for all ranks, a CONTEXT graph, with AllGather nodes of that communicator.
+A context parallel folder has one model.onnx for all ranks, a CONTEXT graph, whose attention exchanges by that communicator, and
+with --serve one serving.onnx, a CONTEXT_SERVING graph.
 
 DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
 
@@ -74,6 +75,10 @@ chooses all tokens of a step again, from its logits:
     top_logprobs, top_tokens      float32, int64 [B,20]  of the most likely tokens
     token_counts_out              int32 [A,V]       with the new tokens; may be bound to the input's buffer
 
+CONTEXT_SERVING, in a folder of export_decoder with context_parallel: as SERVING, on each of W ranks, but that a page is `block`
+tokens of which each rank has block / W, in a pool T [P,block/W,Hkv,D]: rank r those from r block / W on. Pages have the same
+numbers on all ranks. It takes `rank`, int32 [1], behind `seed`.
+
 Since token_index says where the new tokens stand, input_ids may begin with the next_tokens of an earlier call, which no host
 has read yet. export_for_serving wrote other inputs and outputs before. LAST_SERVING, format 3: C is B, `last` has each
 request's last new token alone, and there is no state_index, nor a layer with a state. GREEDY_SERVING, format 2: input_ids are
@@ -97,7 +102,7 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 6  # of leanfleet.json, the newest; one without a format is of the first
+FORMAT = 7  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
 WORLD = "world"  # the communicator of the nodes of decoders for several ranks
@@ -266,6 +271,7 @@ SERVING = Interface(
         Tensor(LOGPROB, "float32", (WANTED,)),
     ),
 )
+CONTEXT_SERVING = replace(SERVING, inputs=(*SERVING.inputs, Tensor(RANK, "int32", (ONE,))), format=7)
 LAST_SERVING = replace(
     SERVING,
     inputs=tuple(
@@ -388,6 +394,8 @@ def context_table(batch: int, pages: int, tokens: int, block: int) -> np.ndarray
 
 def serving_interface(facts: Facts) -> Interface:
     """The interface of a folder of kind "serving", by what its leanfleet.json says."""
+    if facts.get(CONTEXT_PARALLEL) is not None:
+        return CONTEXT_SERVING
     return {1: PADDED_SERVING, 2: GREEDY_SERVING, 3: LAST_SERVING}.get(facts.get("format", 1), SERVING)
 
 
@@ -481,7 +489,7 @@ def packed(
         owned = np.arange(counts.max()) < counts[:, None]
         made[SLOTS] = np.where(owned, (ends - counts)[:, None] + np.arange(counts.max()), 0).astype(np.int64)
         made[ROWS] = np.flatnonzero(owned)
-    return {t.name: made[t.name] for t in interface.inputs}
+    return {t.name: made[t.name] for t in interface.inputs if t.name != RANK}
 
 
 class Ranks(TypedDict):
@@ -519,6 +527,7 @@ class Facts(TypedDict, total=False):
     cache_scales: str | None  # of CACHE_SCALES; missing or None: each token and head has a scale of its own
     narrow_states: bool  # states have the model's type of 16 bits; missing: float32
     tensor_parallel: Ranks  # where neither of these is there the folder is for one process
+    whole_experts: bool  # of a tensor parallel folder: ranks have whole experts; missing: columns of each
     context_parallel: Context
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
@@ -529,7 +538,8 @@ def write_facts(folder: str | Path, facts: Facts) -> None:
     """Writes leanfleet.json, of the format that today's folders of its kind have."""
     interface = SERVING if facts.get("kind") == SERVING.kind else decoder_interface(facts)
     if "serving" in facts:
-        facts = facts | {"serving": {"format": SERVING.format} | facts["serving"]}
+        served = SERVING if facts.get(CONTEXT_PARALLEL) is None else CONTEXT_SERVING
+        facts = facts | {"serving": {"format": served.format} | facts["serving"]}
     number = PARALLEL if TENSOR_PARALLEL in facts else interface.format
     text = json.dumps({"format": number} | facts, indent=2)
     part = Path(folder) / f"{FACTS_FILE}.part"
@@ -657,7 +667,8 @@ def file_of_rank(folder: Path, facts: Facts, interface: Interface, rank: int | N
     if rank is None:
         return model_file(facts) if interface is SERVING else MODEL_FILE
     if parallel is None:
-        options = "--tensor-parallel W --serve" if interface is SERVING else "--tensor-parallel W or --context-parallel W"
+        served = " --serve" * (interface is SERVING)
+        options = f"--tensor-parallel W{served} or --context-parallel W{served}"
         raise ValueError(
             f"{folder} was exported for one process: leave the rank out, or export the model with leanfleet export {options}"
         )
@@ -666,7 +677,7 @@ def file_of_rank(folder: Path, facts: Facts, interface: Interface, rank: int | N
     if not 0 <= rank < parallel.world:
         raise ValueError(f"rank is {rank}, and {folder} was exported for {parallel.world} ranks: 0 to {parallel.world - 1}")
     if parallel.kind == CONTEXT_PARALLEL:
-        return MODEL_FILE
+        return model_file(facts) if interface is SERVING else MODEL_FILE
     return model_file(facts, rank) if interface is SERVING else rank_file(rank)
 
 

@@ -97,8 +97,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--tensor-parallel",
         type=int,
         metavar="W",
-        help="share the model out to W processes, with a GPU each: heads, feed-forward layers and experts; W at most the heads "
-        "of keys and values. Run it with leanfleet generate --gpus W",
+        help="share the model out to W processes, with a GPU each: heads, feed-forward layers and experts; W at most the query "
+        "heads. Run it with leanfleet generate --gpus W",
+    )
+    export.add_argument(
+        "--whole-experts",
+        action="store_true",
+        help="with --tensor-parallel, of a mixture of experts: give each process some experts, whole, not columns of all",
     )
     export.add_argument(
         "--context-parallel",
@@ -351,8 +356,8 @@ def check_export(arguments: argparse.Namespace) -> None:
     """Raises ValueError or FileNotFoundError where the options of leanfleet export contradict each other."""
     if arguments.tensor_parallel is not None and arguments.context_parallel is not None:
         raise ValueError("--tensor-parallel shares out heads, --context-parallel the tokens in the caches: give one of the two")
-    if arguments.context_parallel is not None and arguments.serve:
-        raise ValueError("--serve writes a graph whose requests share pages, --context-parallel shares out tokens: give one")
+    if arguments.whole_experts and arguments.tensor_parallel is None:
+        raise ValueError("--whole-experts says how --tensor-parallel shares a mixture out: give both")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
@@ -414,7 +419,7 @@ def _export(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("fuse", "verify", "rope", "narrow_states")} | {"cache": cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new, verification.once():
         shared = {name: getattr(arguments, name) for name in decoder_contract.PARALLEL_KINDS}
-        export_decoder(model, new, tokenizer, **shared, **options)
+        export_decoder(model, new, tokenizer, whole_experts=arguments.whole_experts, **shared, **options)
         if arguments.serve:
             say("exporting it for serving ...")
             add_serving(model, new, **options)
@@ -501,10 +506,10 @@ def world_of(arguments: argparse.Namespace, interface: decoder_contract.Interfac
         return None
     for name, count in asked.items():
         if parallel is None:
-            served = interface is decoder_contract.SERVING
+            served = " --serve" * (interface is decoder_contract.SERVING)
             raise ValueError(
                 f"--{name} {count}: {arguments.folder} was exported for one process; export the model with "
-                f"leanfleet export --tensor-parallel {count}" + (" --serve" if served else f", or --context-parallel {count}")
+                f"leanfleet export --tensor-parallel {count}{served}, or --context-parallel {count}{served}"
             )
         if count != parallel.world:
             raise ValueError(

@@ -781,7 +781,7 @@ def load_server(
     the folder's. providers: ONNX Runtime's; default: CUDA where it works, else CPU. cache_tokens: that the pages hold;
     default: ContinuousBatch's, by a GPU's memory. max_requests: default 64 on a GPU, else 16, as over ranks. step_tokens:
     default 2048 on CUDA, else 128. cuda_graph: whether steps are captured; default: on a GPU, if a first answer, which is
-    tried, can be. device: "cpu", "cuda" or "cuda:1". rank: of a tensor parallel folder, as ContinuousBatch takes it.
+    tried, can be. device: "cpu", "cuda" or "cuda:1". rank: of a folder for several ranks, as ContinuousBatch takes it.
     options: others of ContinuousBatch, such as share, snapshots and speculate.
 
     Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.

@@ -29,7 +29,7 @@ _uses = itertools.count()  # of together in this process: all ranks have the sam
 
 @contextmanager
 def together(batch: Batch, seconds: float = SECONDS) -> Iterator[bool]:
-    """Joins the batches of all ranks, each over its share of one tensor parallel folder. On rank 0 it gives True: calls of add,
+    """Joins the batches of all ranks, each over its share of one folder for several. On rank 0 it gives True: calls of add,
     cancel, step and run are made by all. On the others it returns once rank 0 has left the block, and gives False.
 
     seconds: to wait for all ranks to come. A call that fails on a rank ends what they have in common: rank 0's calls raise

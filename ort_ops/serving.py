@@ -20,12 +20,16 @@ from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
     BATCH,
     BLOCK_TABLE,
+    CONTEXT_SERVING,
     ENDS,
+    FACTS_FILE,
     KNOWN,
     LAST,
     OFFSETS,
+    ONE,
     PADDED_SERVING,
     POSITIONS,
+    RANK,
     ROWS,
     SEQ_LENS,
     SERVING,
@@ -112,6 +116,7 @@ class _Captured:
             shapes = {name: list(array.shape) for name, array in start.items()}
         else:
             sizes = {TOKENS: tokens, BATCH: rows, WANTED: wanted, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
+            sizes[ONE] = 1
             shapes = {t.name: t.sizes(sizes) for t in batch.interface.inputs}
             start = {}
         self.inputs = Block(batch.exchange, {t.name: (shapes[t.name], np.dtype(t.type)) for t in batch.interface.inputs})
@@ -213,6 +218,16 @@ def _default_pages(caches: list[NodeArg], facts: Facts, limits: Limits, device: 
     return min(pages, limits.max_requests * -(-positions // block)) if positions else pages
 
 
+def _check_blocks(path: Path, facts: Facts, caches: list[NodeArg]) -> None:
+    """Raises ValueError where ranks' blocks, as the graph has them, are no pages of what leanfleet.json says."""
+    world = facts["context_parallel"]["world"]
+    if other := next((cache for cache in caches if cache.shape[1] * world != facts["block"]), None):
+        raise ValueError(
+            f"{path} is damaged or another model's: its input {other.name} has blocks of {other.shape[1]} tokens on each of "
+            f"{world} ranks, where {FACTS_FILE} has pages of {facts['block']}: export the model again with {SERVING.writer}"
+        )
+
+
 class ContinuousBatch(Batch):
     """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
@@ -236,7 +251,8 @@ class ContinuousBatch(Batch):
     Call step() in one thread: each captures for itself.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
-    rank: of a tensor parallel folder, whose share this process runs, with all others: see leanfleet.together.
+    rank: of a folder for several ranks, whose share this process runs, with all others: see leanfleet.together. Of a context
+    parallel folder all ranks have all pages, each its block of their tokens.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens, for cuda_graph without the library and where a GPU has no room for a page, and what make_session raises.
 
@@ -291,6 +307,10 @@ class ContinuousBatch(Batch):
         if pages is None:
             limits = replace(limits, pages=_default_pages(caches, facts, limits, here, rank is not None))
         super().__init__(path, facts, [i.name for i in caches], limits, exchange, here)
+        self.of_rank: dict[str, np.ndarray] = {}  # what a step of a context parallel folder takes more
+        if self.interface is CONTEXT_SERVING:
+            self.of_rank[RANK] = np.array([rank], np.int32)
+            _check_blocks(path, facts, caches)
         self.in_place = library
         rows = [limits.state_rows(self.linear) if is_state(i.name) else limits.pages for i in caches]
         self.pools = [self._make_pool([n, *i.shape[1:]], i) for n, i in zip(rows, caches, strict=True)]
@@ -400,6 +420,7 @@ class ContinuousBatch(Batch):
 
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
         wanted, rows, tokens = len(feed[LAST]), len(feed[SEQ_LENS]), len(feed[POSITIONS])
+        feed = feed | self.of_rank
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
             step = self._captured_step(self._captured_here(), tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
             step.run(feed, self.turn, self.results.address)

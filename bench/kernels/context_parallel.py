@@ -13,8 +13,9 @@ they fit. Ways:
 - torch: flash SDPA over the same share of the keys, torch.distributed's all_gather of both, MergeAttention.
 
 Each is a CUDA graph of one call in float16, timed by events on all ranks behind a read of 256 MB and an exchange that
-lines the ranks up; the median of the slowest rank, µs. Results are checked: errors in one key/value head against float64 may
-be twice those of torch's way. `share` is LeanAttention over one rank's share without any exchange.
+lines the ranks up, once all of it is queued; the median over rounds of the slowest rank, µs. Results are checked: errors in
+one key/value head against float64 may be twice those of torch's way. `share` is LeanAttention over one rank's share without any
+exchange.
 """
 
 import argparse
@@ -41,7 +42,8 @@ FIXED = (
     *(("figure 9", 4, 256, 256, 64, n << 10) for n in (1, 4, 16, 64, 128, 256)),
 )
 BYTES = 2  # of a number
-WARM, AHEAD = 10, 300_000  # replays before those that are timed; cycles
+WARM = 10  # replays before those that are timed
+AHEAD, MOST_AHEAD = 1 << 21, 1 << 26  # cycles that a GPU waits for a round's launches: about 1 ms at first, and at most
 SHARE = 0.75  # of a GPU's memory that keys and values may take
 
 
@@ -63,7 +65,7 @@ def keys(batch, heads, size, context):
 
 
 class Clock:
-    """Medians of the slowest rank."""
+    """Times of a captured call, µs: in each round the slowest rank's, and of the rounds the median."""
 
     def __init__(self, rounds):
         self.rounds, self.flush = rounds, torch.ones(64 << 20, device="cuda")
@@ -72,9 +74,23 @@ class Clock:
     def us(self, graph, together=True):
         for _ in range(WARM):
             graph.replay()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
-        for begin, end in events:
-            torch.cuda._sleep(AHEAD)  # launches are there before
+        ahead = AHEAD
+        while ahead <= MOST_AHEAD:
+            times, late = self._timed(graph, together, ahead)
+            if not late:
+                return statistics.median(times)
+            ahead *= 2
+        raise RuntimeError(f"launches of a round take the host longer than {MOST_AHEAD} cycles: is the machine busy?")
+
+    def _timed(self, graph, together, ahead):
+        """(each round's µs, whether a launch of a round may have come late), the same on all ranks."""
+        found, late = [], False
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self.rounds):
+            # With rounds queued behind one another, a rank's host may fall behind its GPU, and more so the more launches a call
+            # takes: the GPU then waits for a launch between the events, and the others for this rank in their exchange.
+            torch.cuda.synchronize()
+            torch.cuda._sleep(ahead)
             self.flush.sum()
             if together:
                 torch.distributed.all_reduce(self.one)
@@ -82,13 +98,15 @@ class Clock:
             begin.record()
             graph.replay()
             end.record()
-        torch.cuda.synchronize()
-        own = statistics.median(b.elapsed_time(e) for b, e in events) * 1000
+            late |= begin.query()  # the GPU was there before all was queued
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1000)
         if not together:
-            return own
-        slowest = torch.tensor(own, device="cuda")
+            return found, late
+        slowest = torch.tensor([*found, float(late)], device="cuda")
         torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
-        return float(slowest)
+        *found, late = slowest.tolist()
+        return found, bool(late)
 
 
 def flash(query, key, value):

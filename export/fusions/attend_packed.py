@@ -64,6 +64,7 @@ def attend_packed(model: ir.Model, positions: int | None = None) -> int:
         query, key = rotated(sources[0]), rotated(sources[1])
         if (
             argument(node, "cos_cache") is None
+            and node.attributes.get_int("world", 1) == 1  # else pages do not stand in the order of their tokens' positions
             and query is not None
             and key is not None
             and query[1].inputs[1:4] == key[1].inputs[1:4]

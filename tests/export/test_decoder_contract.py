@@ -39,11 +39,11 @@ def test_a_file_without_a_format_is_of_the_first(tmp_path):
 
 def test_an_unknown_format_is_one_error(tmp_path):
     """Before anything else: what a newer version writes may not have today's entries."""
-    folder = folder_of(tmp_path, {"format": 7, "kind": "something new"})
+    folder = folder_of(tmp_path, {"format": 8, "kind": "something new"})
     with pytest.raises(ValueError) as error:
         read_facts(folder, DECODER)
     assert str(error.value) == (
-        f"{folder / 'leanfleet.json'} has format 7, and leanfleet {leanfleet.__version__} knows formats up to 6: update leanfleet, "
+        f"{folder / 'leanfleet.json'} has format 8, and leanfleet {leanfleet.__version__} knows formats up to 7: update leanfleet, "
         "or export the model again with leanfleet.export.export_decoder of this version"
     )
 

@@ -142,14 +142,15 @@ def test_calibration_of_channels_that_are_0():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form, kind", [("int8/fp8", "channel"), ("int8", "tensor")])
-def test_calibrated_scales_are_shared_out(form, kind, tmp_path):
-    """Two heads of keys and values on one rank, and one on the other: what the ranks compute together is the model's."""
+@pytest.mark.parametrize("form, kind, world", [("int8/fp8", "channel", 2), ("int8", "tensor", 2), ("int8", "channel", 4)])
+def test_calibrated_scales_are_shared_out(form, kind, world, tmp_path):
+    """Two heads of keys and values on one rank and one on the other, or a head on two of four: what the ranks compute together
+    is the model's."""
     torch.manual_seed(7)
     sizes = dict(num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoders.SIZES | sizes)).eval()
     cache = calibrate(model, [list(range(3, 60))], form, kind)
-    export_decoder(model, tmp_path, cache=cache, tensor_parallel=2)
+    export_decoder(model, tmp_path, cache=cache, tensor_parallel=world)
     add_serving(model, tmp_path, cache=cache)
     facts = json.loads((tmp_path / "leanfleet.json").read_text())
     for of in (facts, facts["serving"]):

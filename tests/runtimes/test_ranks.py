@@ -275,15 +275,95 @@ def test_tokens_of_two_ranks_are_one_processs(exported, tmp_path):
     assert found[0] == found[1] == of_one_process(exported["one"][1])
 
 
+def cached_heads(folder, world):
+    """Of each rank's caches, by name of the cache."""
+    graphs = [onnx.load(folder / f"model.rank{rank}.onnx", load_external_data=False).graph for rank in range(world)]
+    return [{i.name: i.type.tensor_type.shape.dim[1].dim_value for i in g.input if i.name.startswith("past")} for g in graphs]
+
+
 def test_heads_that_do_not_divide(exported, tmp_path):
     model, folder = exported["uneven"]
-    graphs = [onnx.load(folder / f"model.rank{rank}.onnx", load_external_data=False).graph for rank in range(2)]
-    heads = [
-        {d.dim_value for i in g.input if i.name.startswith("past") for d in i.type.tensor_type.shape.dim[1:2]} for g in graphs
-    ]
-    assert heads == [{2}, {1}]
+    assert [set(heads.values()) for heads in cached_heads(folder, 2)] == [{2}, {1}]
     found = said(folder, tmp_path)
     assert found[0] == found[1] and are_the_models(found[0][:12], ASKED, model)
+
+
+def test_more_ranks_than_heads_of_keys(tmp_path):
+    """SmolLM2's 9 query heads over 3: two of four ranks have a copy of the first head of keys."""
+    torch.manual_seed(3)
+    sizes = dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=144, num_hidden_layers=1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "vocab_size": 260, **sizes})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    export_decoder(model, tmp_path / "four", byte_tokenizer(), tensor_parallel=4, verify=False)
+    assert [set(heads.values()) for heads in cached_heads(tmp_path / "four", 4)] == [{1}] * 4
+    found = said(tmp_path / "four", tmp_path, world=4)
+    assert found == [found[0]] * 4 and are_the_models(found[0][:12], ASKED, model)
+
+
+def mixture(kind="MixtralConfig", **sizes):
+    usual = dict(num_local_experts=4, num_experts_per_tok=2, num_attention_heads=3, num_key_value_heads=3, sliding_window=None)
+    torch.manual_seed(3)
+    config = getattr(transformers, kind)(**{**SIZES, "vocab_size": 260, **usual, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::leanfleet.export.experts.ExpertsWarning")
+def test_whole_experts_over_three_ranks(tmp_path):
+    """Two experts on the first rank and one on the others, where a token chooses two."""
+    model, folder = mixture(num_hidden_layers=1), tmp_path / "three"
+    export_decoder(model, folder, byte_tokenizer(), tensor_parallel=3, whole_experts=True, verify=False)
+    assert json.loads((folder / "leanfleet.json").read_text())["whole_experts"] is True
+    for rank, own in enumerate((2, 1, 1)):
+        graph = onnx.load(folder / f"model.rank{rank}.onnx").graph
+        node = next(n for n in graph.node if n.op_type == "MoE")
+        assert sum(n.op_type == "MoE" for n in graph.node) == 1
+        assert next(list(i.dims) for i in graph.initializer if i.name == node.input[4]) == [own, 96, 128]
+        assert {a.name: a.i for a in node.attribute}["k"] == min(own, 2)
+    found = said(folder, tmp_path, world=3)
+    assert found == [found[0]] * 3 and are_the_models(found[0][:12], ASKED, model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::leanfleet.export.experts.ExpertsWarning")
+@pytest.mark.parametrize("kind", ["MixtralConfig", "GptOssConfig"])
+def test_a_batch_with_whole_experts(kind, tmp_path):
+    """Experts of gpt-oss have biases and another activation; where nothing is fused they are standard operators."""
+    model = mixture(kind, num_local_experts=5, num_experts_per_tok=3, sliding_window=5)
+    for fuse in (True, False):
+        several, one = tmp_path / f"several{fuse}", tmp_path / f"one{fuse}"
+        export_decoder(model, several, byte_tokenizer(), tensor_parallel=2, whole_experts=True, fuse=fuse)
+        add_serving(model, several, block=8, fuse=fuse)
+        export_decoder(model, one, byte_tokenizer(), verify=False, fuse=fuse)
+        add_serving(model, one, block=8, verify=False, fuse=fuse)
+        assert said(several, tmp_path) == [of_one_process(one)] * 2
+        assert_same(driven(several, tmp_path), drive(ContinuousBatch(one, device="cpu", **SMALL)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, world", [("llama", 3), ("qwen3.5", 3), ("falcon-h1", 4)])
+def test_a_batch_with_copies_of_heads(kind, world, tmp_path):
+    """Softmax attention, layers of the gated delta rule with two key heads, and scans of two groups."""
+    torch.manual_seed(3)
+    name, sizes = HYBRIDS.get(kind, ("LlamaConfig", {}))
+    more = dict(mamba_n_groups=2, mamba_rms_norm=True) if kind == "falcon-h1" else {}
+    config = getattr(transformers, name)(**{**SIZES, "vocab_size": 260, **sizes, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+    for folder, ranks_of in (("several", world), ("one", None)):
+        export_decoder(model, tmp_path / folder, byte_tokenizer(), tensor_parallel=ranks_of, verify=ranks_of is not None)
+        add_serving(model, tmp_path / folder, block=8, verify=ranks_of is not None)
+    found = said(tmp_path / "several", tmp_path, world=world)
+    assert found == [of_one_process(tmp_path / "one")] * world
+    one = drive(ContinuousBatch(tmp_path / "one", device="cpu", **SMALL))
+    assert_same(driven(tmp_path / "several", tmp_path, world=world), one)
 
 
 @pytest.mark.slow
@@ -435,9 +515,9 @@ with ranks.join("world", "shared_memory"):
 SMALL = dict(pages=9, max_requests=4, step_tokens=24)
 
 
-def driven(folder, tmp_path, how="well", **options):
+def driven(folder, tmp_path, how="well", world=2, **options):
     program, options = DRIVE.replace("SOURCE", inspect.getsource(drive)), json.dumps(SMALL | options)
-    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), options, how), 2, seconds=300)
+    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), options, how), world, seconds=300)
     return json.loads((tmp_path / "driven").read_text())
 
 
@@ -450,6 +530,52 @@ def assert_same(found, expected):
 def test_a_batch_of_two_ranks_gives_one_processs_tokens(exported, tmp_path):
     found = driven(exported["even"][1], tmp_path)
     assert_same(found, drive(ContinuousBatch(exported["one"][1], device="cpu", **SMALL)))
+
+
+@pytest.fixture(scope="module")
+def shared_batch(exported):
+    """(folder of two ranks that share out the context, with a serving graph, and one for one process) of the same model."""
+    model, one = exported["one"]
+    folder = one.parent / "context"
+    export_decoder(model, folder, byte_tokenizer(), context_parallel=2, verify=False)
+    add_serving(model, folder, block=4, verify=False)
+    return folder, one
+
+
+def test_a_batch_over_a_shared_context_gives_one_processs_tokens(shared_batch, tmp_path):
+    """A page is 8 tokens, 4 on each rank."""
+    folder, one = shared_batch
+    facts = json.loads((folder / "leanfleet.json").read_text())["serving"]
+    assert (facts["block"], facts["format"]) == (8, 7)
+    batch = ContinuousBatch(folder, device="cpu", rank=1, **SMALL)
+    assert {tuple(pool.shape()[:2]) for pool in batch.pools} == {(SMALL["pages"], 4)}
+    shutil.copytree(folder, tmp_path / "copy")
+    said = json.loads((folder / "leanfleet.json").read_text())
+    said["serving"]["block"] = 16
+    (tmp_path / "copy" / "leanfleet.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="has blocks of 4 tokens on each of 2 ranks, where leanfleet.json has pages of 16"):
+        ContinuousBatch(tmp_path / "copy", device="cpu", rank=1, **SMALL)
+    assert_same(driven(folder, tmp_path), drive(ContinuousBatch(one, device="cpu", **SMALL)))
+
+
+@pytest.mark.slow
+def test_a_batch_over_a_shared_context_that_guesses(shared_batch, tmp_path):
+    folder, one = shared_batch
+    assert_same(driven(folder, tmp_path, speculate=3), drive(ContinuousBatch(one, device="cpu", **SMALL, speculate=3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_batch_with_sinks_and_windows_over_three_ranks(cache, tmp_path):
+    model = make("gpt-oss")
+    export_decoder(model, tmp_path / "three", byte_tokenizer(), context_parallel=3, cache=cache, verify=False)
+    add_serving(model, tmp_path / "three", block=4, cache=cache)
+    verified = json.loads((tmp_path / "three" / "leanfleet.json").read_text())["serving"]["verified"]
+    assert verified["largest_difference"] <= verified["bound"]
+    export_decoder(model, tmp_path / "one", byte_tokenizer(), cache=cache, verify=False)
+    add_serving(model, tmp_path / "one", block=12, cache=cache, verify=False)
+    one = drive(ContinuousBatch(tmp_path / "one", device="cpu", **SMALL))
+    assert_same(driven(tmp_path / "three", tmp_path, world=3), one)
 
 
 @pytest.mark.slow
@@ -609,6 +735,7 @@ def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
     assert "was exported for 2 ranks, no more and no less" in refused(capfd, *run, "--ranks", "3", "--provider", "cpu")
     assert "was exported for 2 ranks (tensor_parallel), which run together" in refused(capfd, *run)
     assert "give one of the two" in refused(capfd, *run, "--ranks", "2", "--gpus", "2")
+    assert "--whole-experts says how" in refused(capfd, "export", "MODEL", tmp_path / "new", "--whole-experts")
     assert "on the CPU it is --ranks" in refused(capfd, *run, "--gpus", "2", "--provider", "cpu")
     assert "each of several ranks has a GPU of its own" in refused(capfd, *run, "--ranks", "2", "--device", "cuda:1")
     assert (
@@ -621,8 +748,6 @@ def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "was exported for 2 ranks, and 3 were started: start 2" in refused(capfd, *run)
-    shared = "export", "model", tmp_path / "x", "--context-parallel", "2", "--serve"
-    assert "--context-parallel shares out tokens: give one" in refused(capfd, *shared)
     monkeypatch.delenv("RANK")
     assert "export the model with leanfleet export --tensor-parallel 2 --serve" in refused(capfd, "serve", one, "--ranks", "2")
     assert "which run together: leanfleet serve" in refused(capfd, "serve", two)
@@ -656,7 +781,9 @@ def test_models_that_are_not_shared_out(tmp_path):
         return str(error.value)
 
     llama = make("llama")
-    assert "tensor_parallel is 3, and its attention has 2 heads of keys and values" in refusal(llama, 3)
+    assert "tensor_parallel is 7, and its attention has 6 query heads, none of which is cut: at most 6 ranks" in refusal(
+        llama, 7
+    )
     for wrong in (1, 0, -2, 2.0, "2", True):
         assert "expected a number of ranks, 2 or more" in refusal(llama, wrong)
     shared = "context_parallel"
@@ -669,9 +796,14 @@ def test_models_that_are_not_shared_out(tmp_path):
         ValueError, match="tensor_parallel shares out heads, context_parallel the tokens in the caches: give one"
     ):
         export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
+    with pytest.raises(ValueError, match="whole_experts says how tensor_parallel shares a mixture out: give both"):
+        export_decoder(mixture(), tmp_path / "new", whole_experts=True)
+    for few, world, message in ((llama, 2, "it has none that tensor_parallel knows"), (mixture(), 5, "at most 4 ranks")):
+        with pytest.raises(ValueError, match=f"whole_experts.*{message}|{message}.*whole_experts"):
+            export_decoder(few, tmp_path / "new", tensor_parallel=world, whole_experts=True)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
-    assert "tensor_parallel is 2, and layer 0 (Qwen3NextGatedDeltaNet) has 1 key head" in refusal(one_key_head())
+    assert "tensor_parallel is 5, and layer 0 (Qwen3NextGatedDeltaNet) has 4 value heads" in refusal(one_key_head(), 5)
     assert "layer 0 carries a state, and context_parallel" in refusal(one_key_head(), option="context_parallel")
     assert "layer 0 carries a state, and tensor_parallel shares out softmax attention, MiniMax" in refusal(hybrid("nemotron-h"))
     cohere = transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, use_qk_norm=True)).eval()
