@@ -96,7 +96,7 @@ def _check_caches(folder: Path, facts: Facts) -> None:
     if facts.get("cache_scales") is None:
         raise ValueError(
             f"{folder} was exported with {cache} caches that have a scale for each token, and onnxruntime-genai has no place "
-            f"for caches of scales. {other}; for the bundle export with scales found beforehand, --cache {cache} --calibrate TEXT"
+            f"for caches of scales. {other}; for it export with scales found beforehand: --cache {cache} --calibrate TEXT"
         )
 
 
