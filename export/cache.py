@@ -147,10 +147,9 @@ class Cache:
         value: torch.Tensor,
         log_decay: torch.Tensor,
         beta: torch.Tensor,
-        normalize_qk: bool,
     ) -> torch.Tensor:
-        """A layer of the gated delta rule over its carried state: query, key [B,N,Hk,D], value [B,N,Hv,Dv], float32 log_decay
-        [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
+        """A layer of the gated delta rule over its carried state: query, key [B,N,Hk,D], of any length, value [B,N,Hv,Dv],
+        float32 log_decay [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
         name, rows = cache_name(layer, STATE), self.rows()
         if not rows:  # padding leaves the state as it is: it writes no part of its value, and decays nothing
             valid = self.inside(query)
@@ -165,7 +164,7 @@ class Cache:
             beta=beta,
             initial_state=self.tensors[name],
             **rows,
-            normalize_qk=normalize_qk,
+            normalize_qk=True,
             return_state=True,
             layout="bnhd",
         )

@@ -89,8 +89,12 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Of query, key [B,N,Hk,D], value [B,N,Hv,Dv], g [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
-        log_decay = not_above_0(g.float())
-        return cache.correct(running[0], query, key, value, log_decay, beta.float(), use_qk_l2norm_in_kernel), None
+        if not use_qk_l2norm_in_kernel:
+            raise ValueError(
+                f"layer {running[0]}: use_qk_l2norm_in_kernel is False, so that nothing bounds its keys, and states grow "
+                "without end where beta |k|^2 is above 2; expected True, which leaves keys of unit length as they are"
+            )
+        return cache.correct(running[0], query, key, value, not_above_0(g.float()), beta.float()), None
 
     def scan(
         cache: Cache,

@@ -181,6 +181,8 @@ def gated_delta_net(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) 
     if inputs["log_decay"] is not None:  # function bodies ask for its rank
         inputs["log_decay"].shape = ir.Shape([None] * (nodes.rank(x["decay"], "decay") + 4 - len(like)))
     normalize = False
+    if not a.get("qk_l2_norm", 0):
+        ops.notes.append("keys are taken to be of unit length, which LEANFLEET_CHECK=1 sees to")
     if a.get("qk_l2_norm", 0) and query.dtype == ir.DataType.FLOAT:
         inputs |= {name: _unit_rows(ops, inputs[name], DELTA_NET_EPS, query.dtype) for name in ("query", "key")}
     elif a.get("qk_l2_norm", 0):  # in 16 bits the difference is less than a rounding, and kernels are faster

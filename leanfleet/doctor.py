@@ -26,6 +26,7 @@ from typing import Any
 
 import leanfleet
 from leanfleet import driver, machine, native, ort_library, spec
+from leanfleet.decoder_contract import FORMS
 from leanfleet.tables import print_table
 
 SECONDS = 180  # that one probe may take
@@ -193,7 +194,7 @@ def _library_checks(packages: Mapping[str, str], gpu: Check) -> list[Check]:
         library: str, runtime: str, probe: str, *arguments: str, absent: tuple[str, str | None] | None = None
     ) -> str | None:
         """Adds a check and returns what the probe saw. absent: (why there is nothing to try, the fix), or None."""
-        name = f"lib{library}.so in {runtime}"
+        name = f"lib{library}.so in {runtime}" if library else runtime
         if absent:
             checks.append(_check("library", name, "missing", *absent))
             return None
@@ -215,8 +216,10 @@ def _library_checks(packages: Mapping[str, str], gpu: Check) -> list[Check]:
         if "cuda" in info
         else ("built without CUDA kernels", "put nvcc on PATH and reinstall: pip install -C cmake.define.LEANFLEET_CUDA=ON .")
     )
+    check("", "quantised caches, CPU", "caches")
     if not no_gpu:
         check("leanfleet", "CUDA", "cuda", absent=no_kernels)
+        check("", "quantised caches, CUDA", "caches on cuda", absent=no_kernels)
     check("leanfleet", "torch", "torch", absent=without("torch"))
     providers = check(
         "leanfleet_ort",
@@ -348,15 +351,27 @@ def _look_at_gpu() -> str:
 
 
 class Case:
-    """A small LeanAttention in float32: query [1,2,1,D], caches [1,1,S,D], and the right output and lse."""
+    """A small LeanAttention: query [1,2,1,D] in float32, caches [1,1,S,D], and the right output and lse. form: of
+    decoder_contract.FORMS, what the caches are then made of, of few whole numbers with a scale of SCALE."""
 
-    def __init__(self, heads: int = 2, slots: int = 10, size: int = 64) -> None:
-        self.shapes = {"query": (1, heads, 1, size), "key_cache": (1, 1, slots, size), "value_cache": (1, 1, slots, size)}
+    SCALE = 0.5
+    BYTES: Mapping[str, Callable[[int], int]] = {
+        "int8": lambda number: number & 255,
+        "fp8": lambda number: {0: 0, 1: 0x38, 2: 0x40}[abs(number)] | (128 if number < 0 else 0),
+        "int4": lambda number: number + 8,
+    }
+
+    def __init__(self, heads: int = 2, slots: int = 10, size: int = 64, form: str | None = None) -> None:
+        cache = 1, 1, slots, size
+        self.shapes: dict[str, tuple[int, ...]] = {"query": (1, heads, 1, size), "key_cache": cache, "value_cache": cache}
         self.outputs: dict[str, tuple[int, ...]] = {"output": (1, heads, 1, size), "lse": (1, heads, 1)}
+        self.types = dict.fromkeys(self.shapes, "float32")
         self.inputs = {
             name: array("f", (math.sin(i + 1) for i in range(math.prod(shape)))) for name, shape in self.shapes.items()
         }
-        q, k, v = self.inputs.values()
+        if form is not None:
+            self._quantise(form)
+        q, k, v = (self.inputs[name] for name in ("query", "key_cache", "value_cache"))
         self.expected: dict[str, list[float]] = {"output": [], "lse": []}
         for h in range(heads):
             logits = [sum(q[h * size + d] * k[j * size + d] for d in range(size)) / math.sqrt(size) for j in range(slots)]
@@ -365,6 +380,26 @@ class Case:
             self.expected["output"] += [
                 sum(math.exp(x) * v[j * size + d] for j, x in enumerate(logits)) / total for d in range(size)
             ]
+        if form is not None:
+            self.inputs |= self.held
+
+    def _quantise(self, form: str) -> None:
+        self.held: dict[str, array[Any]] = {}
+        for name, step in (("key_cache", 3), ("value_cache", 7)):
+            numbers = [i * step % 5 - 2 for i in range(math.prod(self.shapes[name]))]
+            held = [self.BYTES[form](number) for number in numbers]
+            if form == "int4":
+                held = [low | high << 4 for low, high in zip(held[::2], held[1::2], strict=True)]
+                self.shapes[name] = (*self.shapes[name][:-1], self.shapes[name][-1] // 2)
+            self.inputs[name] = array("f", (number * self.SCALE for number in numbers))
+            self.held[name], self.types[name] = array("B", held), FORMS[form]
+        for name in ("key_scale", "value_scale"):
+            self.shapes[name], self.types[name], self.held[name] = (1,), "float32", array("f", [self.SCALE])
+
+    def entries(self, place: Callable[[str], int]) -> list[native.Entry | None]:
+        """The operator's inputs in its order. place: the address of an input, by its name."""
+        names = [tensor.name for tensor in spec.all_specs()["LeanAttention"].inputs]
+        return [(place(name), self.shapes[name], self.types[name]) if name in self.shapes else None for name in names]
 
     def compare(self, found: Mapping[str, Iterable[float]]) -> None:
         """found: {output: flat list}. Raises RuntimeError where a value is wrong."""
@@ -374,15 +409,11 @@ class Case:
                 raise RuntimeError(f"LeanAttention's {name} is wrong by {worst:.1e}")
 
 
-def _try_library() -> str:
-    case = Case()
+def _run_on_cpu(case: Case) -> None:
     found = {name: array("f", [math.nan] * math.prod(shape)) for name, shape in case.outputs.items()}
-    operators = set(native.op_names())
-    if missing := set(spec.all_specs()) - operators:
-        raise RuntimeError(f"the library is of another version: it has no {', '.join(sorted(missing))}")
     call = native.Call(
         "LeanAttention",
-        [(case.inputs[n].buffer_info()[0], s, "float32") for n, s in case.shapes.items()],
+        case.entries(lambda name: case.inputs[name].buffer_info()[0]),
         [(found[n].buffer_info()[0], s, "float32") for n, s in case.outputs.items()],
         {},
     )
@@ -390,15 +421,25 @@ def _try_library() -> str:
     scratch = ctypes.create_string_buffer(scratch_bytes + 256)
     call.run((ctypes.addressof(scratch) + 255) // 256 * 256, scratch_bytes)
     case.compare(found)
+
+
+def _try_library() -> str:
+    operators = set(native.op_names())
+    if missing := set(spec.all_specs()) - operators:
+        raise RuntimeError(f"the library is of another version: it has no {', '.join(sorted(missing))}")
+    _run_on_cpu(Case())
     return f"{native.build_info()}; {len(operators)} operators; LeanAttention right"
 
 
-def _try_cuda() -> str:
-    """LeanAttention on the first GPU, in memory of the driver's."""
-    cuda, case = driver.load(), Case()
-    context = ctypes.c_void_p()
-    driver.call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-    driver.call(cuda, "cuCtxSetCurrent", context)
+def _try_caches() -> str:
+    for form in FORMS:
+        _run_on_cpu(Case(form=form))
+    kernels = native.build_info().partition(",")[0].removeprefix("cpu ")
+    return f"{', '.join(FORMS)} right; the kernels of {kernels}, which LEANFLEET_CPU can lower"
+
+
+def _run_on_cuda(cuda: ctypes.CDLL, case: Case) -> None:
+    """On the current context's GPU, in memory of the driver's."""
 
     def allocate(size: int) -> ctypes.c_uint64:
         address = ctypes.c_uint64()
@@ -406,16 +447,15 @@ def _try_cuda() -> str:
         driver.call(cuda, "cuMemsetD8_v2", address, 0, ctypes.c_size_t(max(size, 4)))
         return address
 
-    inputs: list[native.Entry] = []
-    for name, dims in case.shapes.items():
+    def copied(name: str) -> int:
         content = case.inputs[name].tobytes()
         address = allocate(len(content))
         driver.call(cuda, "cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
-        inputs.append((address.value, dims, "float32"))
+        return address.value
+
     outputs = {name: allocate(4 * math.prod(shape)) for name, shape in case.outputs.items()}
-    call = native.Call(
-        "LeanAttention", inputs, [(outputs[n].value, s, "float32") for n, s in case.outputs.items()], {}, device="cuda"
-    )
+    told: list[native.Entry | None] = [(outputs[n].value, s, "float32") for n, s in case.outputs.items()]
+    call = native.Call("LeanAttention", case.entries(copied), told, {}, device="cuda")
     scratch_bytes, sync_bytes = call.workspace()
     call.run(allocate(scratch_bytes).value, scratch_bytes, allocate(sync_bytes).value, sync_bytes)
     driver.call(cuda, "cuCtxSynchronize")
@@ -425,7 +465,28 @@ def _try_cuda() -> str:
         driver.call(cuda, "cuMemcpyDtoH_v2", copy, outputs[name], ctypes.c_size_t(len(copy)))
         found[name] = array("f", copy.raw)
     case.compare(found)
+
+
+def _with_context() -> ctypes.CDLL:
+    """The driver, with the first GPU's context current."""
+    cuda, context = driver.load(), ctypes.c_void_p()
+    driver.call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    driver.call(cuda, "cuCtxSetCurrent", context)
+    return cuda
+
+
+def _try_cuda() -> str:
+    _run_on_cuda(_with_context(), Case())
     return "LeanAttention right on the GPU"
+
+
+def _try_caches_on_cuda() -> str:
+    cuda = _with_context()
+    for form in FORMS:
+        _run_on_cuda(cuda, Case(form=form))
+    capability = driver.gpus(cuda)[0].capability
+    how = "the GPU's own conversion" if float(capability) >= 8.9 else "arithmetic, since conversions begin with sm_89"
+    return f"{', '.join(FORMS)} right on the GPU; fp8 by {how}; steps with D = Dv = 64 or 128 by the kernel for registers"
 
 
 def _try_torch() -> str:
@@ -526,7 +587,9 @@ PROBES: dict[str, Callable[..., Any]] = {
     "package": _import_package,
     "gpu": _look_at_gpu,
     "library": _try_library,
+    "caches": _try_caches,
     "cuda": _try_cuda,
+    "caches on cuda": _try_caches_on_cuda,
     "torch": _try_torch,
     "onnxruntime": _try_onnxruntime,
     "plain": _load_plain,

@@ -3,9 +3,9 @@
 onnxruntime-genai (0.18 is tested) feeds a decoder `input_ids` [B,N], padded on the right, and `attention_mask` [B,total],
 where our graph takes lengths: seq_lens is the mask's sum, and query_lens the smaller of that and N. Its caches of
 max_length slots are bound to inputs and outputs alike (past_present_share_buffer), which LeanAttention appends to in
-place. A recurrent layer has two states there, so one without a conv_state gets one of a single number beside its
-recurrent_state. It
-loads custom operators from the model's own folder alone, so the folder gets a copy of the library.
+place. Quantised ones need scales that are constants of the graph: it has no place for a scale of each token. A recurrent layer
+has two states there, so one without a conv_state gets one of a single number beside its recurrent_state. It loads custom
+operators from the model's own folder alone, so the folder gets a copy of the library.
 """
 
 import json
@@ -32,8 +32,8 @@ from leanfleet.decoder_contract import (
     cache_name,
     is_part,
     layer_of,
+    cache_forms,
     read_facts,
-    refuse_quantised,
 )
 from leanfleet.files import new_folder
 from leanfleet.ort_library import get_library_path
@@ -59,7 +59,7 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
     """
     folder, target = Path(folder), Path(target)
     facts = read_facts(folder, DECODER)
-    refuse_quantised(folder, facts, "onnxruntime-genai")
+    _check_caches(folder, facts)
     if folder.resolve() == target.resolve():
         raise ValueError(f"the bundle goes to a folder of its own; {target} holds the decoder")
     library = Path(get_library_path())
@@ -78,6 +78,26 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
         shutil.copy(library, new)
         (new / "genai_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target
+
+
+def _check_caches(folder: Path, facts: Facts) -> None:
+    """Raises ValueError for quantised caches that onnxruntime-genai has no place for: scales for each token, which are caches
+    beside the caches, and two types, since it makes all caches of the first one's."""
+    cache = facts.get("cache")
+    if cache is None:
+        return
+    key, value = cache_forms(cache)
+    other = "leanfleet.ort_ops.generate runs it"
+    if key != value:
+        raise ValueError(
+            f"{folder} was exported with {cache} caches, and onnxruntime-genai has caches of one type alone. {other}; for the "
+            f"bundle export with --cache {cache.partition('/')[0]} --calibrate TEXT"
+        )
+    if facts.get("cache_scales") is None:
+        raise ValueError(
+            f"{folder} was exported with {cache} caches that have a scale for each token, and onnxruntime-genai has no place "
+            f"for caches of scales. {other}; for it export with scales found beforehand: --cache {cache} --calibrate TEXT"
+        )
 
 
 def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:

@@ -5,9 +5,9 @@ Every implementation of a line runs in this process, on the same random inputs, 
 cache: enough input sets are cycled through that none is in the cache when its turn comes. Like is compared with like:
 our operator called from PyTorch with PyTorch's peers, our node in an ONNX Runtime session with ONNX Runtime's, both
 sessions on bound buffers. What our operator returns to PyTorch is checked against the float64 reference before a line
-is timed. Times are medians; the spread is half the distance between the quartiles. The floor is the larger of the bytes
-that must move over the best measured read bandwidth and the operations over the best measured rate of a float32 matrix
-product.
+is timed, and so is what GroupQueryAttention returns. Times are medians; the spread is half the distance between the
+quartiles. The floor is the larger of the bytes that must move over the best measured read bandwidth and the operations
+over the best measured rate of a float32 matrix product.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import math
 import os
 import statistics
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import onnx_ir
@@ -32,6 +34,7 @@ LAST_LEVEL_CACHE = 128 << 20  # bytes; the inputs cycled through are at least th
 BUDGET = 1.0  # seconds of timing for each implementation of a line
 TURNS = 5  # that an implementation's budget is spread over
 IN_PYTORCH, IN_ORT = "leanfleet in PyTorch", "leanfleet in ORT"
+PEER_ERROR = 2e-5  # of a peer in float32, relative
 ORT_PEERS = ("ORT GroupQueryAttention", "ORT LinearAttention", "function body in ORT")
 ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT,
@@ -39,6 +42,7 @@ ONNX_TYPES = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.int32: TensorProto.INT32,
     torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
 }
 FLOAT32_CACHES = "leanfleet, float32 caches"
 
@@ -175,6 +179,7 @@ def attention_line(b, h, hkv, d, lengths, dtype=torch.float32, queries=1, capaci
     def sdpa(q, k, v):
         return scaled_dot_product_attention(q, k, v, is_causal=queries > 1 and queries == capacity, enable_gqa=True)
 
+    expected = reference.lean_attention(*[t.double() for t in sets[0]], seq)[0]
     runs = {IN_PYTORCH: [lambda s=s: ours(*s) for s in sets]}
     equal = len(set(lens)) == 1 and lens[0] == capacity
     if dtype == torch.float32:
@@ -185,61 +190,69 @@ def attention_line(b, h, hkv, d, lengths, dtype=torch.float32, queries=1, capaci
     if equal and (queries == 1 or queries == capacity):
         runs["torch SDPA"] = [lambda s=s: sdpa(*s) for s in sets]
     if equal and dtype == torch.float32 and queries == 1:
-        runs["ORT GroupQueryAttention"] = group_query_attention(sets, h, hkv, d, capacity)
-    expected = reference.lean_attention(*[t.double() for t in sets[0]], seq)[0]
+        runs["ORT GroupQueryAttention"] = group_query_attention(sets, h, hkv, d, capacity, expected)
     return runs, ours(*sets[0]), expected, floor_bytes, operations
 
 
-def int8_attention_line(b, h, hkv, d, n, queries=1, per_token=True):
-    """The same over int8 caches of n slots, whose scales are of tokens or of channels, beside our own float32 caches and, with
-    scales of channels, GroupQueryAttention."""
+def quantised_attention_line(form, b, h, hkv, d, n, queries=1, per_token=True):
+    """The same over caches of n slots of int8 or int4, whose scales are of tokens or of channels, beside our own float32 caches
+    and, with scales of channels, GroupQueryAttention."""
     seq = torch.full((b,), n, dtype=torch.int32)
+    largest, width = (127, d) if form == "int8" else (7, d // 2)
 
     def make():
-        kv = [torch.randint(-127, 128, (b, hkv, n, d), dtype=torch.int8) for _ in range(2)]
-        scales = [0.005 + 0.02 * torch.rand((b, hkv, n) if per_token else (hkv, 1, d)) for _ in range(2)]
+        kv = [torch.randint(-largest, largest + 1, (b, hkv, n, d), dtype=torch.int8) for _ in range(2)]
+        if form == "int4":
+            kv = [(x[..., ::2] + 8).byte() | (x[..., 1::2] + 8).byte() << 4 for x in kv]
+        size = 0.635 / largest
+        scales = [size * (1 + 4 * torch.rand((b, hkv, n) if per_token else (hkv, 1, d))) for _ in range(2)]
         return (torch.randn(b, h, queries, d), *kv, *scales)
 
     names = ("query", "key_cache", "value_cache", "key_scale", "value_scale")
     attributes = {"key_per_token": 1, "value_per_token": 1} if per_token else {}
-    bytes_of = 2 * b * hkv * n * (d + 4 * per_token)
+    bytes_of = 2 * b * hkv * n * (width + 4 * per_token)
     sets = copies(make, bytes_of)
     feeds = [{**dict(zip(names, s, strict=True)), "seq_lens": seq} for s in sets]
     wide = copies(
-        lambda: tuple(torch.randn(b, heads, slots, d) for heads, slots in ((h, queries), (hkv, n), (hkv, n))), 4 * bytes_of
+        lambda: tuple(torch.randn(b, heads, slots, d) for heads, slots in ((h, queries), (hkv, n), (hkv, n))),
+        8 * b * hkv * n * d,
     )
 
     def ours(feed):
         return torch_ops.lean_attention(**feed, **attributes)[0]
 
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in feeds[0].items()}
+    expected = reference.lean_attention(**exact, **attributes)[0]
     runs = {
         IN_PYTORCH: [lambda f=f: ours(f) for f in feeds],
         FLOAT32_CACHES: [lambda s=s: torch_ops.lean_attention(*s, seq)[0] for s in wide],
         IN_ORT: our_calls("LeanAttention", feeds, attributes),
     }
     if queries == 1 and not per_token:
-        runs["ORT GroupQueryAttention"] = group_query_attention(sets, h, hkv, d, n)
-    exact = {n: t.double() if t.is_floating_point() else t for n, t in feeds[0].items()}
-    expected = reference.lean_attention(**exact, **attributes)[0]
+        runs["ORT GroupQueryAttention"] = group_query_attention(sets, h, hkv, d, n, expected)
     operations = 4 * h * d * b * (queries * n - (queries * (queries - 1)) // 2)
     return runs, ours(feeds[0]), expected, bytes_of, operations
 
 
-def group_query_attention(sets, h, hkv, d, slots):
-    """com.microsoft.GroupQueryAttention with the cache shared between past and present; the last slot is written. Sets with
-    scales have int8 caches."""
+def group_query_attention(sets, h, hkv, d, slots, expected):
+    """com.microsoft.GroupQueryAttention with the cache shared between past and present; the last slot is written, again as it
+    is. Sets with scales have caches of int8, or of uint8 with two int4 each. expected: [B,h,1,d] of the first set; raises
+    SystemExit where the output is another one."""
     b = sets[0][0].shape[0]
-    quantised = len(sets[0]) > 3
 
     def scales(given):
         absent = dict.fromkeys(("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink"))
         return absent | dict(zip(("k_scale", "v_scale"), given, strict=True)) if given else {}
 
+    def last(cache, given):
+        row = reference.numbers_of(cache[:, :, -1:])
+        return (row * given[0] if given else row).reshape(b, 1, -1).float()
+
     feeds = [
         {
             "query": q.transpose(1, 2).reshape(b, 1, h * d),
-            "key": k[:, :, -1].reshape(b, 1, -1).float(),
-            "value": v[:, :, -1].reshape(b, 1, -1).float(),
+            "key": last(k, given[:1]),
+            "value": last(v, given[1:]),
             "past_key": k,
             "past_value": v,
             "seqlens_k": torch.full((b,), slots - 1, dtype=torch.int32),
@@ -248,11 +261,18 @@ def group_query_attention(sets, h, hkv, d, slots):
         }
         for q, k, v, *given in sets
     ]
-    outputs = {"output": None, "present_key": [s[1] for s in sets], "present_value": [s[2] for s in sets]}
+    written = [torch.full((b, 1, h * d), torch.nan) for _ in sets]
+    outputs = {"output": written, "present_key": [s[1] for s in sets], "present_value": [s[2] for s in sets]}
     attributes = {"num_heads": h, "kv_num_heads": hkv}
-    if quantised:
-        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-    return session_calls("GroupQueryAttention", "com.microsoft", feeds, outputs, attributes)
+    if len(sets[0]) > 3:
+        bits = 4 if sets[0][1].dtype == torch.uint8 else 8
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": bits}
+    calls = session_calls("GroupQueryAttention", "com.microsoft", feeds, outputs, attributes)
+    calls[0]()
+    error = float((written[0].reshape(b, h, 1, d).double() - expected).norm() / expected.norm())
+    if not error < PEER_ERROR:
+        raise SystemExit(f"GroupQueryAttention: relative error {error:.1e} against the float64 reference; not timed")
+    return calls
 
 
 def decay_line(b, h, n, r, dv, dtype=torch.float32, gradient=False):
@@ -548,13 +568,13 @@ def lines():
     yield "prompt B1 32/8x128 2048", lambda: attention_line(1, 32, 8, 128, 2048, queries=2048)
     for heads, n in (((32, 8, 128), 8192), ((32, 8, 128), 65536), ((9, 3, 64), 8192), ((9, 3, 64), 65536)):
         shape = f"{heads[0]}/{heads[1]}x{heads[2]} {n}"
-        yield f"int8 decode B1 {shape}", lambda heads=heads, n=n: int8_attention_line(1, *heads, n)
-        yield (
-            f"int8 decode B1 {shape} per channel",
-            lambda heads=heads, n=n: int8_attention_line(1, *heads, n, per_token=False),
-        )
-    yield "int8 prompt B1 9/3x64 2048", lambda: int8_attention_line(1, 9, 3, 64, 2048, queries=2048)
-    yield "int8 prompt B1 32/8x128 2048", lambda: int8_attention_line(1, 32, 8, 128, 2048, queries=2048)
+        for form, per_token in product(("int8", "int4"), (True, False)):
+            yield (
+                f"{form} decode B1 {shape}{'' if per_token else ' per channel'}",
+                partial(quantised_attention_line, form, 1, *heads, n, per_token=per_token),
+            )
+    yield "int8 prompt B1 9/3x64 2048", lambda: quantised_attention_line("int8", 1, 9, 3, 64, 2048, queries=2048)
+    yield "int8 prompt B1 32/8x128 2048", lambda: quantised_attention_line("int8", 1, 32, 8, 128, 2048, queries=2048)
     yield "decay B1 H8 N2048 64x64", lambda: decay_line(1, 8, 2048, 64, 64)
     yield "decay B1 H16 N4096 128x128", lambda: decay_line(1, 16, 4096, 128, 128)
     yield "decay B1 H16 N4096 128x128 bfloat16", lambda: decay_line(1, 16, 4096, 128, 128, bf16)

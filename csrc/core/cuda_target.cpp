@@ -78,7 +78,8 @@ Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& 
   for (int i = 0; i < call.spec->num_inputs; ++i) {
     Tensor& tensor = host.inputs[i];
     const TypeVar type = call.spec->inputs[i].type;
-    if (!tensor.present() || type == TypeVar::kT || has_own_type(type)) continue;
+    const bool read = (type != TypeVar::kT && !has_own_type(type)) || (op.impl->checked & given_input(i)) != 0;
+    if (!tensor.present() || !read) continue;
     copies[i].resize(static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
     const std::string action = std::string("cudaMemcpyAsync of ") + call.spec->inputs[i].name + " for LEANFLEET_CHECK";
     LEANFLEET_RETURN_IF_ERROR(

@@ -11,7 +11,7 @@ Status current_cuda_target(void* stream, CudaTarget* target);
 // The driver's function of this name, as of CUDA 12.0, or null. The libraries do not link the driver.
 void* driver_function(const char* name);
 
-// The operator's check_values, strict, on host copies of the I and F inputs. It waits for the call's stream, and does
+// The operator's check_values, strict, on host copies of the inputs that it reads. It waits for the call's stream, and does
 // nothing while that is being captured.
 Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target);
 

@@ -136,6 +136,8 @@ struct OpImpl {
   // Ask `ws` for buffers, return if ws.counting(), compute. See workspace.h.
   Status (*run_cpu)(const Call& call, const CpuTarget& target, Workspace& ws);
   Status (*run_cuda)(const Call& call, const CudaTarget& target, Workspace& ws);
+  // Inputs of type T that check_values reads when strict, a bit each (given_input).
+  uint64_t checked = 0;
 };
 
 struct Op {

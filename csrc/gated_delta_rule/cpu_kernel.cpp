@@ -131,6 +131,16 @@ float dot(const float* a, const float* b, int64_t n) {  // n: whole vectors
   return sum(total + other);
 }
 
+template <class T>
+float square_of(const T* row, int64_t n) {
+  Vec total = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vec x = load_part(row + i, n - i);
+    total = fma(x, x, total);
+  }
+  return sum(total);
+}
+
 void multiply_row(float* row, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(row + i, load(row + i) * factor);
 }
@@ -1094,6 +1104,13 @@ void run_grad_typed(const GradPlan& plan, GradPhase phase, int64_t index, float*
 }
 
 }  // namespace
+
+float key_square(const Args& args, int64_t batch, int64_t head, int64_t token) {
+  const auto square = [&](auto* row) { return square_of(row, args.key_width); };
+  if (args.dtype == 1) return square(row_of<const Half>(args.key, args.key_strides, batch, head, token));
+  if (args.dtype == 2) return square(row_of<const BFloat16>(args.key, args.key_strides, batch, head, token));
+  return square(row_of<const float>(args.key, args.key_strides, batch, head, token));
+}
 
 int64_t scratch_floats(const CpuPlan& plan) { return carve(plan, nullptr).floats; }
 

@@ -15,6 +15,7 @@
 
 namespace leanfleet::gated_delta_rule {
 
+LEANFLEET_CPU_FUNCTION(float, key_square, (const Args& args, int64_t batch, int64_t head, int64_t token))
 LEANFLEET_CPU_FUNCTION(int64_t, scratch_floats, (const CpuPlan& plan))
 LEANFLEET_CPU_FUNCTION(void, run_item, (const CpuPlan& plan, int64_t index, float* scratch))
 LEANFLEET_CPU_FUNCTION(int64_t, grad_scratch_floats, (const GradPlan& plan))
@@ -61,19 +62,51 @@ Status check_beta(const Call& call, const Tensor& offsets) {
   return {};
 }
 
+// What a token multiplies the state by along its key, at most, but for the sign; where beta |k|^2 is 1 or less, it shrinks.
+float growth(const Args& args, float square, float beta, int64_t batch, int64_t head, int64_t token) {
+  const Strides& strides = args.decay_strides;
+  const int64_t decays = args.log_decay == nullptr ? 0 : args.decay_per_key ? args.key_width : 1;
+  float decay = decays == 0 ? 0.0f : -INFINITY;
+  for (int64_t i = 0; i < decays; ++i)
+    decay = std::max(decay, args.log_decay[batch * strides.batch + head * strides.head + token * strides.token + i]);
+  return std::exp(decay) * (beta * square - 1.0f);
+}
+
+// Where beta |k|^2 is above 2 a state is longer along the key after each token, unless it decays by more. Keys of unit length may
+// be so by the rounding of their type: |k|^2 by two of its roundings.
+Status check_key_lengths(const Call& call, const Args& args, const Tensor& offsets) {
+  constexpr float kSlack[] = {0x1p-16f, 0x1p-9f, 0x1p-6f};  // of float32, float16, bfloat16
+  if (args.normalize) return {};
+  const auto square_of = select_key_square();
+  const int64_t group = args.v_heads / args.k_heads, rows = args.batch * args.k_heads * args.tokens;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t batch = i / args.tokens / args.k_heads, head = i / args.tokens % args.k_heads, token = i % args.tokens;
+    if (!in_a_request(offsets, token)) continue;
+    const float square = square_of(args, batch, head, token);
+    for (int64_t state = head * group; state < (head + 1) * group; ++state) {
+      const Strides& strides = args.beta_strides;
+      const float beta = args.beta[batch * strides.batch + state * strides.head + token * strides.token];
+      const float factor = growth(args, square, beta, batch, state, token);
+      if (factor <= 1.0f + kSlack[args.dtype]) continue;
+      const int64_t first = call.bnhd() ? token : head, second = call.bnhd() ? head : token;
+      return call.invalid("key[" + std::to_string(batch) + "," + std::to_string(first) + "," + std::to_string(second) +
+                          "] (batch row " + std::to_string(batch) + ", head " + std::to_string(head) + ", token " +
+                          std::to_string(token) + ") has |k|^2 = " + std::to_string(square) + " with beta " +
+                          std::to_string(beta) + ": it multiplies state " + std::to_string(state) + " along the key by -" +
+                          std::to_string(factor) + ", and such states grow without end; expected beta |k|^2 of 2 or less, as " +
+                          "keys of unit length have it: set normalize_qk, or divide keys by their lengths");
+    }
+  }
+  return {};
+}
+
 // `offsets`: cu_seqlens.
-Status check_common_values(const Call& call, const Tensor& offsets, bool strict) {
+Status check_common_values(const Call& call, const Args& args, const Tensor& offsets, bool strict) {
   LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kLogDecay], offsets));
   if (!strict) return {};
   if (offsets.present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, offsets, call.dims[kDimN]));
-  return check_beta(call, offsets);
-}
-
-Status check_values(const Call& call, bool strict) {
-  const Tensor& offsets = call.inputs[kCuSeqlens];
-  LEANFLEET_RETURN_IF_ERROR(check_common_values(call, offsets, strict));
-  if (!strict || !call.inputs[kStateIndex].present()) return {};
-  return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
+  LEANFLEET_RETURN_IF_ERROR(check_beta(call, offsets));
+  return check_key_lengths(call, args, offsets);
 }
 
 // What the two operators share: no state but the initial one, no output.
@@ -118,6 +151,13 @@ Args make_args(const Call& call) {
   args.final_state = call.outputs[kOutFinalState].as<float>();
   if (call.inputs[kStateIndex].present()) args.state_rows = call.dims[kDimP];
   return args;
+}
+
+Status check_values(const Call& call, bool strict) {
+  const Tensor& offsets = call.inputs[kCuSeqlens];
+  LEANFLEET_RETURN_IF_ERROR(check_common_values(call, make_args(call), offsets, strict));
+  if (!strict || !call.inputs[kStateIndex].present()) return {};
+  return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
@@ -172,7 +212,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda, uint64_t{1} << kKey};
 
 }  // namespace leanfleet::gated_delta_rule
 
@@ -183,8 +223,6 @@ namespace {
 using namespace gated_delta_rule;  // what the two operators share; names of this one come first
 
 constexpr int64_t kSpanFloats = int64_t{1} << 20;  // states before chunks that a worker holds at least
-
-Status check_values(const Call& call, bool strict) { return check_common_values(call, call.inputs[kCuSeqlens], strict); }
 
 GradArgs make_args(const Call& call) {
   GradArgs args = {};
@@ -200,6 +238,10 @@ GradArgs make_args(const Call& call) {
   args.grad_initial_state = call.outputs[kOutGradInitialState].as<float>();
   args.wants_grad_decay = call.attrs[kAttrGradDecay].i != 0;
   return args;
+}
+
+Status check_values(const Call& call, bool strict) {
+  return check_common_values(call, make_args(call).in, call.inputs[kCuSeqlens], strict);
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
@@ -253,6 +295,6 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda, uint64_t{1} << kKey};
 
 }  // namespace leanfleet::gated_delta_rule_grad

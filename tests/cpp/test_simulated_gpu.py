@@ -399,6 +399,20 @@ def test_gated_delta_rule_grad(delta_rule, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("grad", (False, True), ids=("forward", "grad"))
+def test_gated_delta_rule_with_keys_for_which_states_grow(delta_rule, monkeypatch, grad):
+    """The check reads the keys back, and nothing runs."""
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    name = delta_cases.GRAD if grad else delta_cases.NAME
+    for inputs, attrs, said in delta_cases.long_keys("bfloat16", grad=grad):
+        if said is None:
+            run_simulated(delta_rule, name, inputs, attrs)
+            continue
+        with pytest.raises(ValueError, match=f"{name}: {said}"):
+            run_simulated(delta_rule, name, inputs, attrs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state", "grad_output", "grad_final_state"))
 def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, role):
     inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, state=True), {})

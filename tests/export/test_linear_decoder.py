@@ -1,5 +1,6 @@
 """Decoders with linear attention: one exported graph is right at every length, as a prompt and token by token."""
 
+import sys
 import warnings
 
 import numpy as np
@@ -272,3 +273,24 @@ def test_errors():
         LinearDecoder(LinearDecoderConfig("mamba", **sizes))
     with pytest.raises(ValueError, match="hidden_size 100 is not an even multiple of num_attention_heads 6"):
         LinearDecoder(LinearDecoderConfig("retnet", **{**sizes, "hidden_size": 100}))
+
+
+def test_delta_rules_whose_keys_nothing_bounds(tmp_path, monkeypatch):
+    """A layer that calls the rule without normalisation."""
+    model = made("qwen3.5")
+    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    kind, name = type(layer), "torch_chunk_gated_delta_rule"
+    forward, module = kind.forward, sys.modules[kind.__module__]
+
+    def plain(self, *args, **kwargs):
+        rule = getattr(module, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *a, **k: rule(*a, **k | {"use_qk_l2norm_in_kernel": False}))
+            return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", plain)
+    with pytest.raises(
+        ValueError, match=r"layer 0: use_qk_l2norm_in_kernel is False, .* beta \|k\|\^2 is above 2; expected True"
+    ):
+        export_decoder(model, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

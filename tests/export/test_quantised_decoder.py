@@ -16,6 +16,7 @@ from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import genai
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
+from leanfleet.trt_plugins import running
 from support import decoders, ort_models, ort_nodes
 from support.cpu_time import rest_slow
 
@@ -233,9 +234,11 @@ def test_what_cannot_be(tmp_path):
         export_decoder(decoders.ours("retnet"), tmp_path / "a", cache="int8")
     export_decoder(decoders.make("llama"), tmp_path / "a", cache="int8/fp8", verify=False)
     with pytest.raises(
-        ValueError, match="was exported with int8/fp8 caches, which onnxruntime-genai does not take yet: run it in"
+        ValueError, match="int8/fp8 caches, and onnxruntime-genai has caches of one type.* --cache int8 --calib"
     ):
         genai.bundle(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match="int8/fp8 caches, which TensorRT does not take yet: run it in ONNX Runtime"):
+        running.load_decoder(tmp_path / "a", tmp_path / "none.engine")
     facts = decoder_contract.read_facts(tmp_path / "a", decoder_contract.DECODER)
     decoder_contract.write_facts(tmp_path / "a", {**facts, "cache": "int2"})
     with pytest.raises(ValueError, match='cache is "int2"; this version knows int8, fp8, int4, .*: update leanfleet'):

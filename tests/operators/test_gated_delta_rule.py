@@ -7,7 +7,7 @@ import torch
 
 from leanfleet import native
 from leanfleet.export import gated_delta_rule, gated_delta_rule_, reference
-from support.delta_cases import NAME, assert_right, make, swap
+from support.delta_cases import GRAD, NAME, assert_right, long_keys, make, swap
 from support.kernels import run_kernel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
@@ -221,6 +221,35 @@ def test_errors_of_values(monkeypatch):
     run_kernel(NAME, padded)
     padded["state_index"][0] = -1
     refused(r"state_index\[0\] is -1; initial_state has", padded)
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("forward", "grad"))
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_keys_for_which_states_grow_without_end(monkeypatch, dtype, grad):
+    name = GRAD if grad else NAME
+    for layout in ("bhnd", "bnhd"):
+        for inputs, attrs, said in long_keys(dtype, layout, grad):
+            monkeypatch.delenv("LEANFLEET_CHECK", raising=False)
+            run_kernel(name, inputs, attrs)
+            monkeypatch.setenv("LEANFLEET_CHECK", "1")
+            if said is None:
+                run_kernel(name, inputs, attrs)
+                continue
+            with pytest.raises(ValueError, match=f"{name}: {said}"):
+                run_kernel(name, inputs, attrs)
+
+
+def test_keys_that_decays_of_their_dimensions_do_not_hold(monkeypatch):
+    """The slowest of them counts."""
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    inputs = make(5, decay="key")
+    inputs["key"][1, 1, 3] *= 2
+    inputs["beta"][1, :, 3] = 1.0
+    inputs["log_decay"][1, :, 3] = -5.0
+    run_kernel(NAME, inputs)
+    inputs["log_decay"][1, 2, 3, 6] = -0.5
+    with pytest.raises(ValueError, match=r"key\[1,1,3\] .*: it multiplies state 2 "):
+        run_kernel(NAME, inputs)
 
 
 def test_pytorch_forms():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leanfleet.export import gated_delta_rule
-from support.delta_cases import GRAD, NAME, PLAIN, assert_near, make, with_decays_of_keys, with_grads
+from support.delta_cases import GRAD, NAME, PLAIN, assert_near, long_keys, make, with_decays_of_keys, with_grads
 from support.kernels import Launches, run_kernel
 
 DEVICE = "cuda"
@@ -213,6 +213,20 @@ def test_keys_that_are_too_wide():
     inputs = {k: x.to(DEVICE) for k, x in make(2, d=257).items()}
     with pytest.raises(Exception, match="query has D = 257; on CUDA D goes up to 256"):
         run_kernel(NAME, inputs)
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("forward", "grad"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_for_which_states_grow_without_end(monkeypatch, dtype, grad):
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    name = GRAD if grad else NAME
+    for inputs, attrs, said in long_keys(dtype, grad=grad):
+        inputs = {k: x.to(DEVICE) for k, x in inputs.items()}
+        if said is None:
+            run_kernel(name, inputs, attrs)
+            continue
+        with pytest.raises(ValueError, match=f"{name}: {said}"):
+            run_kernel(name, inputs, attrs)
 
 
 def check_grad(inputs, attrs, last=True, factor=PLAIN):

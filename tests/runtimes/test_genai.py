@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from leanfleet import cli
-from leanfleet.export import export_decoder
+from leanfleet.export import calibrate, export_decoder
 from leanfleet.ort_ops.genai import _special_tokens, bundle
+from leanfleet.ort_ops.generation import generate, load_decoder
 from support.cpu_time import rest_slow
 from support.decoders import MODELS, make, prompts
 
@@ -112,6 +113,35 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
     )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<start>"}, "pad_token": pad}))
     assert _special_tokens(tmp_path, [2]) == {"bos_token": 1, "pad_token": expected}
+
+
+@pytest.mark.parametrize("form, scales", (("int8", "channel"), *rest_slow((("fp8", "tensor"), ("int4", "channel")), quick=0)))
+def test_quantised_caches_with_scales_found_beforehand(tmp_path, form, scales):
+    """A ragged batch, and a second piece behind it; what our own loop says over the same caches."""
+    model = make("llama")
+    text = torch.randint(3, model.config.vocab_size, (1, 60), generator=torch.manual_seed(1)).tolist()
+    export_decoder(model, tmp_path / "decoder", cache=calibrate(model, text, form, scales), verify=False)
+    bundle(tmp_path / "decoder", tmp_path / "genai")
+    graph = onnx.load(tmp_path / "genai" / "model.onnx", load_external_data=False).graph
+    types = {v.type.tensor_type.elem_type for v in graph.input if v.name.startswith("past_key_values.")}
+    of = {"int8": onnx.TensorProto.INT8, "fp8": onnx.TensorProto.FLOAT8E4M3FN, "int4": onnx.TensorProto.UINT8}
+    assert types == {of[form]}
+    asked = prompts(3, 11, 1, 7)
+    decoder = load_decoder(tmp_path / "decoder", providers=["CPUExecutionProvider"])
+    expected, _ = generate(decoder, asked, COUNT, stop_tokens=[])
+    stop = json.loads((tmp_path / "genai" / "genai_config.json").read_text())["model"]["eos_token_id"]
+    found = generated(onnxruntime_genai.Model(str(tmp_path / "genai")), padded(asked))
+    for tokens, right in zip(found, expected, strict=True):
+        count = next((i for i, token in enumerate(right) if token in stop), COUNT)
+        assert count and tokens[:count] == right[:count]
+
+
+def test_quantised_caches_with_a_scale_for_each_token_are_refused(tmp_path, capsys):
+    export_decoder(make("llama"), tmp_path / "decoder", cache="int8", verify=False)
+    assert cli.main(["bundle", str(tmp_path / "decoder"), "--genai", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "a scale for each token" in told and "--cache int8 --calibrate TEXT" in told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

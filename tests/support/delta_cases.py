@@ -81,6 +81,33 @@ def make(
     return inputs
 
 
+def long_keys(dtype, layout="bhnd", grad=False):
+    """(inputs, attrs, what a checked call says of them or None). Beside keys that are too long, those that may stand: of unit
+    length with beta 2, of no request, of a state that decays by more than it grows, and normalised ones."""
+
+    def case(length, beta, decay, attrs=(), packed=None):
+        inputs = make(6, b=1, d=16, dtype="float32", decay=decay, packed=packed)
+        inputs["key"] *= torch.where(torch.arange(6)[:, None] == 4, length, 1.0)
+        inputs["beta"].fill_(1.0)
+        inputs["beta"][:, :, 4] = beta
+        inputs = {name: x.to(TORCH_DTYPES[dtype]) if name in ("query", "key", "value") else x for name, x in inputs.items()}
+        tokens = ("query", "key", "value", "log_decay", "beta")
+        inputs = {name: swap(x, layout) if name in tokens else x for name, x in inputs.items()}
+        attrs = {"layout": layout} | dict(attrs)
+        return with_grads(inputs, attrs) if grad else (inputs, attrs)
+
+    at = "0,0,4" if layout == "bhnd" else "0,4,0"
+    said = rf"key\[{at}\] \(batch row 0, head 0, token 4\) has \|k\|\^2 = "
+    yield *case(3.0, 0.5, None), said + r"(9\.0|8\.9).* with beta 0\.5.* state 0 .*by -3\.[45].*set normalize_qk"
+    yield *case(1.1, 2.0, None), said + r"1\.2.* with beta 2.*expected beta \|k\|\^2 of 2 or less"
+    yield *case(3.0, 0.5, -0.5), said
+    yield *case(1.0, 2.0, None), None
+    yield *case(1.4, 1.0, None), None
+    yield *case(3.0, 0.5, -2.0), None
+    yield *case(3.0, 0.5, None, {"normalize_qk": 1}), None
+    yield *case(float("nan"), 0.5, None, packed=[0, 2, 4]), None
+
+
 def with_decays_of_keys(inputs):
     """The same call where each key dimension has its token's decay as its own."""
     decay, width = inputs["log_decay"], inputs["key"].shape[-1]

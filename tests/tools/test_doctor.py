@@ -14,6 +14,7 @@ import pytest
 
 import leanfleet
 from leanfleet import cli, doctor, native, spec
+from leanfleet.decoder_contract import FORMS
 from support.packages import share
 
 PACKAGE = Path(leanfleet.__file__).parent
@@ -109,12 +110,23 @@ def test_base_install(environment):
     code, checks = environment.diagnose()
     assert code == 0
     assert checks[LIBRARY]["status"] == "ok"
+    caches = checks["quantised caches, CPU"]
+    assert caches["status"] == "ok" and caches["detail"].startswith("int8, fp8, int4 right; the kernels of ")
     for name, _, _ in doctor.PACKAGES:
         assert checks[name]["status"] == "missing" and "pip install" in checks[name]["fix"], name
     assert checks["torch"]["fix"] == "pip install 'leanfleet[export]'"
     assert "onnxruntime-gpu" in checks["onnxruntime"]["fix"]
     assert checks["nvcc"]["status"] == "missing" or Path("/usr/local/cuda/bin/nvcc").exists()
     assert checks[ORT]["detail"] == "onnxruntime is not installed"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_wrong_numbers_of_quantised_caches_are_seen(form):
+    doctor._run_on_cpu(doctor.Case(form=form))
+    wrong = doctor.Case(form=form)
+    wrong.inputs["value_cache"][5] ^= 2
+    with pytest.raises(RuntimeError, match="LeanAttention's output is wrong by"):
+        doctor._run_on_cpu(wrong)
 
 
 def test_runtime_only(environment):
