@@ -605,7 +605,7 @@ def test_states_of_linear_decay_in_the_other_order(linear_decay, dtype):
         (5, "token", dict(d=64, dv=20, packed=[0, 2, 2, 5]), {}),
         (1, None, dict(d=16, dv=8, normalize=True, pool=True), {}),
         (40, "token", dict(d=16, dv=8, normalize=True), {"algorithm": "fleet"}),
-        (40, "head", dict(d=16, dv=8), {"algorithm": "causal_dot_product"}),
+        (40, "head", dict(d=16, dv=8, normalize=True), {"algorithm": "causal_dot_product"}),
         (70, "token", dict(d=24, dv=12, layout="bnhd", narrow=dtype != "float32"), {"algorithm": "lightning"}),
     ):
         inputs = key_decay_cases.make(n, dtype=dtype, decay=decay, state=True, v_first=1, **options)
@@ -622,12 +622,24 @@ def test_key_decays_grad(linear_decay, dtype):
         (50, "key", dict(d=20, dv=70, b=1, heads=(1, 1, 2))),
         (20, "key", dict(d=16, dv=24, heads=(4, 2, 2), layout="bnhd", v_first=1)),
         (90, "key", dict(d=16, dv=20, heads=(2, 1, 4), packed=[2, 3, 3, 40, 57, 88])),
-        (40, "head", dict(d=16, dv=20, v_first=1)),
-        (40, "token", dict(d=16, dv=20, v_first=1, packed=[2, 3, 3, 38])),
     ):
         inputs = key_decay_cases.make(n, dtype=dtype, decay=decay, state=True, **options)
         attrs = {"layout": options.get("layout", "bhnd"), "state_v_first": options.get("v_first", 0), "scale": 0.3}
         check_key_decays(linear_decay, *key_decay_cases.grads_of(inputs, attrs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay, packed", (("head", None), ("token", [2, 3, 3, 38])))
+def test_gradients_of_states_in_the_other_order(linear_decay, decay, packed):
+    """The same bits: the states alone are turned."""
+    inputs = key_decay_cases.make(40, decay=decay, packed=packed, d=16, dv=20, state=True)
+    inputs, attrs = key_decay_cases.grads_of(inputs, {})
+    turned = inputs | {name: inputs[name].mT.contiguous() for name in ("initial_state", "grad_final_state")}
+    name = key_decay_cases.NAMES[1]
+    plain, found = (run_simulated(linear_decay, name, x, attrs | {"state_v_first": v}) for x, v in ((inputs, 0), (turned, 1)))
+    assert torch.equal(plain.pop("grad_initial_state"), found.pop("grad_initial_state").mT)
+    for name, x in plain.items():
+        assert torch.equal(found[name], x), name
 
 
 HALF = (torch.float16, torch.bfloat16)
