@@ -529,6 +529,8 @@ def _log_decay(ops, log_decay, rank, layout, key):
     """log_decay, or another number a token and state, at its inner shape; `key` is at its own."""
     if log_decay is None:
         return None
+    if rank == 4:
+        return ops.Unsqueeze(_swapped(ops, log_decay, layout), [2])
     if rank == 3:
         return ops.Unsqueeze(_swapped(ops, log_decay, layout, 3), [2, 4])
     sizes = ops.dims(ops.Shape(key, end=4), 1)
@@ -655,6 +657,36 @@ def _linear_attention_grad(ops, query, key, value, log_decay, do, state, ds, wit
 # CausalLinearDecay
 
 
+def _token_scan(ops, step, state, tokens):
+    """The output and the last state of a Scan with a step a token, of which `tokens` are at their inner shapes."""
+    # One more token of zeros: packed requests may all be empty, and a Scan takes a step at least.
+    count = ops.size(tokens[1], _TOKENS)
+    sequences = [t and ops.Unsqueeze(ops.add_rows(t, _TOKENS, 1), [_TOKENS + 1]) for t in tokens]
+    (final,), (output,) = ops.scan(step, [state], sequences)
+    return ops.take(ops.Squeeze(output, [_TOKENS + 1]), _TOKENS, count), final
+
+
+def _decayed_rows(ops, state, log_decay):
+    """A state [..,R,Dv] after a token's decay [..,1,R] or [..,1,1]; None: none."""
+    return state if log_decay is None else ops.Mul(ops.Exp(ops.transposed(log_decay)), state)
+
+
+def _key_decays(ops, query, key, value, log_decay, state):
+    """_linear_attention with decays of key dimensions, token by token."""
+
+    def step(ops, states, slices):
+        (state,), (q, k, v, g) = states, slices
+        state = ops.Add(_decayed_rows(ops, state, g), ops.Mul(ops.transposed(k), v))
+        return [state], [ops.MatMul(q, state)]
+
+    return _token_scan(ops, step, state, [query, key, value, log_decay])
+
+
+def _turned(ops, state, v_first):
+    """A state [..,R,Dv], or [..,Dv,R] where v_first says so, in the other order."""
+    return ops.Transpose(state, perm=[0, 1, 3, 2]) if v_first and state is not None else state
+
+
 def _inner_state(ops, state, like, value):
     """A given state [Q,Hkv,R,W] or zeros, for keys `like` and values `value`, at its inner shape."""
     if state is not None:
@@ -674,7 +706,7 @@ def _causal_linear_decay(ops, x, a, ranks):
     log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
     if x.beta is not None:
         key = ops.Mul(key, _log_decay(ops, x.beta, 3, a.layout, value))
-    pool = x.initial_state and ops.float(x.initial_state)
+    pool = _turned(ops, x.initial_state and ops.float(x.initial_state), a.state_v_first)
     if a.normalize:  # the normaliser is one more column of value, which is 1, and of the state
         value = _with_ones(ops, value)
         pool = pool and ops.Concat(pool, ops.Unsqueeze(x.initial_norm, [3]), axis=3)
@@ -685,7 +717,8 @@ def _causal_linear_decay(ops, x, a, ranks):
         count = ops.size(pool, 0)
         pool, index = _pool_rows(ops, pool, x.state_index)
         state = ops.Gather(pool, index, axis=0)
-    output, final = _linear_attention(ops, query, key, value, log_decay, _inner_state(ops, state, key, value))
+    attend = _key_decays if ranks.get("log_decay") == 4 else _linear_attention
+    output, final = attend(ops, query, key, value, log_decay, _inner_state(ops, state, key, value))
     if a.normalize:
         output, normalizer = ops.split_last(output, 4)
         output = ops.Div(output, _away_from_zero(ops, normalizer, a.eps))
@@ -698,6 +731,7 @@ def _causal_linear_decay(ops, x, a, ranks):
         if a.normalize:
             final, norm = ops.split_last(final, 3)
             norm = [ops.Squeeze(norm, [3])]
+        final = _turned(ops, final, a.state_v_first)
         results += [final if x.initial_state is None else ops.CastLike(final, x.initial_state), *norm]
     return results
 
@@ -707,17 +741,25 @@ def _causal_linear_decay_grad(ops, x, a, ranks):
     log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, _TOKENS))
     tensors = [t and requests.split(t) for t in (ops.Mul(query, a.scale), key, value, log_decay, do)]
-    states = [_inner_state(ops, s, tensors[1], value) for s in (x.initial_state, x.grad_final_state)]
-    *grads, ds = _linear_attention_grad(ops, *tensors, *states, with_decay=a.grad_decay)
+    states = [
+        _inner_state(ops, _turned(ops, s, a.state_v_first), tensors[1], value) for s in (x.initial_state, x.grad_final_state)
+    ]
+    if ranks.get("log_decay") == 4:
+        q, k, v, g, do = tensors
+        grads, ds = _delta_backward(ops, [q, k, v, None, g], do, *states, per_key=True)
+    else:
+        *grads, ds = _linear_attention_grad(ops, *tensors, *states, with_decay=a.grad_decay)
     dq, dk, dv, dg = (t and requests.join(t) for t in grads)
     own = (ops.Mul(dq, a.scale), x.query), (dk, x.key), (dv, x.value)
     results = [ops.CastLike(_summed_heads(ops, t, like, a.layout), x.query) for t, like in own]
     if a.grad_decay and ranks["log_decay"] == 3:
         results.append(_swapped(ops, ops.Squeeze(dg, [2, 4]), a.layout, 3))
+    elif a.grad_decay and ranks["log_decay"] == 4:
+        results.append(_swapped(ops, ops.Squeeze(dg, [2]), a.layout))
     elif a.grad_decay:
         results.append(ops.sum(dg, 0, 2, 3, 4, keepdims=0))
     if a.grad_state:
-        results.append(ops.Squeeze(ds, [2]))
+        results.append(_turned(ops, ops.Squeeze(ds, [2]), a.state_v_first))
     return results
 
 
@@ -751,11 +793,8 @@ def _delta_scale(ops, query, a):
 def _gated_delta_rule(ops, x, a, ranks):
     _, key, tokens = _delta_tokens(ops, x, a, ranks)
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, 2))
-    *tokens, decay = (t and requests.split(t) for t in tokens)  # rows of zeros leave a state as it is
-    pool = x.initial_state
-    if pool is not None and a.state_v_first:
-        pool = ops.Transpose(pool, perm=[0, 1, 3, 2])
-    state = pool
+    tokens = [t and requests.split(t) for t in tokens]  # rows of zeros leave a state as it is
+    state = pool = _turned(ops, x.initial_state, a.state_v_first)
     if x.state_index is not None:
         pool, index = _pool_rows(ops, pool, x.state_index)
         state = ops.Gather(pool, index, axis=0)
@@ -763,36 +802,29 @@ def _gated_delta_rule(ops, x, a, ranks):
 
     def step(ops, states, slices):
         (state,), (q, k, v, b, decay) = states, slices
-        state = state if decay is None else ops.Mul(ops.Exp(ops.transposed(decay)), state)
+        state = _decayed_rows(ops, state, decay)
         missing = ops.Mul(b, ops.Sub(v, ops.MatMul(k, state)))
         state = ops.Add(state, ops.Mul(ops.transposed(k), missing))
         return [state], [ops.MatMul(q, state)]
 
-    # One more token of zeros: packed requests may all be empty, and a Scan takes a step at least.
-    count = ops.size(tokens[1], _TOKENS)
-    sequences = [t and ops.Unsqueeze(ops.add_rows(t, _TOKENS, 1), [_TOKENS + 1]) for t in (*tokens, decay)]
-    (final,), (output,) = ops.scan(step, [state], sequences)
-    output = requests.join(ops.take(ops.Squeeze(output, [_TOKENS + 1]), _TOKENS, count))
-    results = [ops.CastLike(_ungrouped(ops, output, a.layout), x.query)]
+    output, final = _token_scan(ops, step, state, tokens)
+    results = [ops.CastLike(_ungrouped(ops, requests.join(output), a.layout), x.query)]
     if a.return_state:
         final = ops.Squeeze(final, [2])
         if x.state_index is not None:
             final = ops.take(ops.ScatterND(pool, ops.Unsqueeze(index, [1]), final), 0, ops.size(x.initial_state, 0))
-        results.append(ops.Transpose(final, perm=[0, 1, 3, 2]) if a.state_v_first else final)
+        results.append(_turned(ops, final, a.state_v_first))
     return results
 
 
 def _delta_backward(ops, tokens, do, state, ds, per_key):
     """Gradients of the delta rule's tokens (see _delta_tokens) and of its first state, for those of the output and of the last
-    state. per_key: log_decay is of key dimensions.
+    state. per_key: log_decay is of key dimensions. Without beta there is no rule: values are what is added.
 
     One Scan finds the state before every chunk, one goes from the last chunk to the first; in each a Scan goes token by token,
     so that no more states are held than a chunk has tokens."""
     chunks = _Chunks(ops, tokens[1])
     tokens = [t and chunks.split(t) for t in (*tokens, do)]
-
-    def decayed(ops, state, g):
-        return state if g is None else ops.Mul(ops.Exp(ops.transposed(g)), state)
 
     def rows(ops, sequences):
         return [t and ops.Unsqueeze(t, [_TOKENS + 1]) for t in sequences]
@@ -800,8 +832,8 @@ def _delta_backward(ops, tokens, do, state, ds, per_key):
     def forward(ops, states, slices):
         def step(ops, states, slices):
             (state,), (k, v, b, g) = states, slices
-            kept = decayed(ops, state, g)
-            update = ops.Mul(b, ops.Sub(v, ops.MatMul(k, kept)))
+            kept = _decayed_rows(ops, state, g)
+            update = v if b is None else ops.Mul(b, ops.Sub(v, ops.MatMul(k, kept)))
             return [ops.Add(kept, ops.Mul(ops.transposed(k), update))], [kept]
 
         last, kept = ops.scan(step, states, rows(ops, slices))
@@ -813,18 +845,23 @@ def _delta_backward(ops, tokens, do, state, ds, per_key):
     def backward(ops, states, slices):
         def step(ops, states, slices):
             (ds,), (q, k, v, b, g, do, kept) = states, slices
-            missing = ops.Sub(v, ops.MatMul(k, kept))
-            update = ops.Mul(b, missing)
+            missing = v if b is None else ops.Sub(v, ops.MatMul(k, kept))
+            update = missing if b is None else ops.Mul(b, missing)
             state = ops.Add(kept, ops.Mul(ops.transposed(k), update))
             ds = ops.Add(ds, ops.sum(ops.Mul(ops.transposed(q), do), 2))
-            du = ops.MatMul(k, ds)
-            dv = ops.Mul(b, du)
-            dk = ops.Sub(ops.MatMul(update, ops.transposed(ds)), ops.MatMul(dv, ops.transposed(kept)))
-            outputs = [ops.MatMul(do, ops.transposed(state)), dk, dv, ops.sum(ops.Mul(du, missing), 4)]
-            ds = ops.Sub(ds, ops.Mul(ops.transposed(k), dv))
+            du = dv = ops.MatMul(k, ds)
+            dk = ops.MatMul(update, ops.transposed(ds))
+            outputs = [ops.MatMul(do, ops.transposed(state))]
+            if b is None:
+                outputs += [dk, dv]
+            else:
+                dv = ops.Mul(b, du)
+                dk = ops.Sub(dk, ops.MatMul(dv, ops.transposed(kept)))
+                outputs += [dk, dv, ops.sum(ops.Mul(du, missing), 4)]
+                ds = ops.Sub(ds, ops.Mul(ops.transposed(k), dv))
             if g is not None:
                 outputs.append(ops.transposed(ops.sum(ops.Mul(kept, ds), *(4,) if per_key else (3, 4))))
-            return [decayed(ops, ds, g)], outputs
+            return [_decayed_rows(ops, ds, g)], outputs
 
         *tokens, border = slices
         _, (kept,) = forward(ops, [border], tokens[1:5])
@@ -843,10 +880,8 @@ def _gated_delta_rule_grad(ops, x, a, ranks):
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, 2))
     *tokens, do = (t and requests.split(t) for t in (*tokens, _of_states(ops, do, heads)))
     states = [
-        ops.Transpose(s, perm=[0, 1, 3, 2]) if s is not None and a.state_v_first else s
-        for s in (x.initial_state, x.grad_final_state)
+        _inner_state(ops, _turned(ops, s, a.state_v_first), tokens[1], tokens[2]) for s in (x.initial_state, x.grad_final_state)
     ]
-    states = [_inner_state(ops, s, tokens[1], tokens[2]) for s in states]
     grads, ds = _delta_backward(ops, tokens, do, *states, per_key=ranks.get("log_decay") == 4)
     dq, dk, dv, db, *dg = (_ungrouped(ops, requests.join(grad), "bhnd") for grad in grads)
     dq, dk = ops.Mul(_over_heads(ops, dq, query), _delta_scale(ops, query, a)), _over_heads(ops, dk, key)
@@ -865,8 +900,7 @@ def _gated_delta_rule_grad(ops, x, a, ranks):
         rank = ranks["log_decay"]
         results.append(_swapped(ops, dg[0] if rank == 4 else ops.Squeeze(dg[0], [3]), a.layout, rank))
     if a.grad_state:
-        ds = ops.Squeeze(ds, [2])
-        results.append(ops.Transpose(ds, perm=[0, 1, 3, 2]) if a.state_v_first else ds)
+        results.append(_turned(ops, ops.Squeeze(ds, [2]), a.state_v_first))
     return results
 
 
@@ -1340,8 +1374,9 @@ def _variant(op_name, present, attrs, ranks, types):
         if t.optional and t.name in present and len(allowed) > 1:
             rank = open_ranks[t.name] = (ranks or {}).get(t.name)
             if rank not in allowed:
+                *others, last = map(str, allowed)
                 raise ValueError(
-                    f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
+                    f"{op.name}: {t.name} has rank {rank}; expected {', '.join(others)} or {last}. If the "
                     "model does not say it (None), run onnx's shape inference on the model first"
                 )
     for t in op.inputs:

@@ -564,8 +564,8 @@ def lean_attention(
 # CausalLinearDecay
 #
 # Inside, query is [B,Hkv,G,N,R] with G = H / Hkv and scale multiplied in, key and value [B,Hkv,1,N,..],
-# log_decay [B,Hkv,1,N,1] and a state [B,Hkv,1,R,Dv]. Products of decays are exponentials of sums, never of
-# differences of sums, so that no exponent is positive and a decay of 0 (log_decay -inf) is exact anywhere.
+# log_decay [B,Hkv,1,N,1], or of key dimensions [B,Hkv,1,N,R], and a state [B,Hkv,1,R,Dv]. Products of decays are exponentials
+# of sums, never of differences of sums, so that no exponent is positive and a decay of 0 (log_decay -inf) is exact anywhere.
 
 
 def _prefix(log_decay):
@@ -627,11 +627,11 @@ def _recursion(query, key, value, log_decay, state):
 
 
 def _causal_dot_product(query, key, value, log_decay, state):
-    """LD algorithm 1: row after row, S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = q_i S_i."""
+    """LD algorithm 1: row after row, S_i = diag(γ_i) S_{i-1} + k_iᵀ v_i and o_i = q_i S_i."""
     outputs = []
     rows = (x.split(1, -2) for x in (query, key, value, log_decay.exp()))
     for q, k, v, decay in zip(*rows, strict=True):
-        state = decay * state + k.mT @ v
+        state = decay.mT * state + k.mT @ v
         outputs.append(q @ state)
     return torch.cat(outputs, -2), state
 
@@ -687,6 +687,8 @@ ALGORITHMS = {
     "fleet": _fleet,
     "lightning": _lightning,
 }
+# Where each key dimension has a decay of its own.
+KEY_ALGORITHMS = dict.fromkeys(("auto", "causal_dot_product"), _causal_dot_product)
 
 
 def _away_from_zero(x, eps):
@@ -733,13 +735,13 @@ def _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, lay
     key, value = _expanded(key, states).unsqueeze(2), value.unsqueeze(2)
     if log_decay is None:
         decay = key.new_zeros(batch, states, tokens)
-    elif log_decay.dim() == 3:
-        match("log_decay", log_decay, "F", "B Hv N*")
+    elif log_decay.dim() in (3, 4):
+        match("log_decay", log_decay, "F", "B Hv N*" if log_decay.dim() == 3 else "B Hv N R*")
         decay = _swap(log_decay, layout)
     else:
         match("log_decay", log_decay, "F", "Hv")
         decay = log_decay.view(1, -1, 1).expand(batch, -1, tokens)
-    return query, key, value, decay.to(compute).view(batch, states, 1, tokens, 1)
+    return query, key, value, decay.to(compute).reshape(batch, states, 1, tokens, -1 if decay.dim() == 4 else 1)
 
 
 def _per_request(run, spans, tokens, states):
@@ -774,26 +776,30 @@ def causal_linear_decay(
     eps: float = 1e-6,
     return_state: int = 0,
     layout: str = "bhnd",
+    state_v_first: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Causal linear attention with exponential decay: O = ((scale * Q Kᵀ) ⊙ M) V (LD eq. 4).
 
     query T [B,Hq,N,R], key T [B,Hk,N,R], value T [B,Hv,N,Dv]: B, C and V of LD. Of the H = max(Hq, Hv) heads of the output
     head h takes query head h // (H / Hq) and state h // (H / Hv); state h takes key head h // (Hv / Hk).
-    log_decay F [Hv], or per token [B,Hv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
-    initial_state F or T [B,Hv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hv,R] too.
+    log_decay F [Hv], per token [B,Hv,N], or of each of its key dimensions [B,Hv,N,R]: ln γ in [-inf, 0]; -inf is γ = 0,
+    absent is γ = 1.
+    initial_state F or T [B,Hv,R,Dv], with state_v_first [B,Hv,Dv,R]; absent: zeros. With normalize, and only then,
+    initial_norm F [B,Hv,R] too.
     cu_seqlens I [Q+1]: request r is tokens cu[r] .. cu[r+1] of a batch of 1, and states have Q in place of
     B. Offsets are clamped to [0, N]; tokens of no request have output 0.
     state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hv,R,Dv] and of norms
     [P,Hv,R], which must be given. A row outside the pool is zeros and is not written; none may come twice.
     beta F [B,Hv,N]: of each token, what its key is multiplied by, for each state; absent: 1.
 
-    S_i = γ_i S_{i-1} + β_i k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + β_i k_i, and
+    S_i = diag(γ_i) S_{i-1} + β_i k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + β_i k_i, and
     o_i is divided by d_i = scale * q_i . z_i, where |d_i| is held at eps or more, sign kept (FA algorithm 1;
     d_i is the same operator on values of 1).
 
     algorithm: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, or auto, which is
-    lightning here; they differ in rounding alone.
+    lightning here; they differ in rounding alone. With decays of key dimensions auto or causal_dot_product, both token by
+    token.
     Returns output T [B,H,N,Dv]; with return_state final_state of the type and shape of initial_state, without one F, and with
     normalize too final_norm F, shaped as initial_norm.
     """
@@ -801,13 +807,19 @@ def causal_linear_decay(
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
     _check(algorithm in ALGORITHMS, f"{op}: algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
+    per_key = log_decay is not None and log_decay.dim() == 4
+    _check(
+        not per_key or algorithm in KEY_ALGORITHMS,
+        f"{op}: log_decay is that of each key dimension and algorithm is {algorithm!r}; it must be auto or causal_dot_product "
+        "then",
+    )
     _check(initial_norm is None or normalize, f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
     rows = "Q" if state_index is None else "P"
     match("state_index", state_index, "I", "Q")
     if beta is not None:
         match("beta", beta, "F", "B Hv N*")
         k = k * _swap(beta, layout).to(compute)[:, :, None, :, None]
-    match("initial_state", initial_state, "S", f"{rows} Hv R Dv")
+    match("initial_state", initial_state, "S", f"{rows} Hv Dv R" if state_v_first else f"{rows} Hv R Dv")
     match("initial_norm", initial_norm, "F", f"{rows} Hv R")
     _check(
         state_index is None or initial_state is not None,
@@ -821,6 +833,8 @@ def causal_linear_decay(
     # The normaliser is one more column of value and of the state.
     zeros = v.new_zeros(dims["Q"], dims["Hv"], dims["R"], dims["Dv"])
     pool = zeros if initial_state is None else initial_state.to(compute)
+    if state_v_first and initial_state is not None:
+        pool = pool.mT
     if normalize:
         norm = pool.new_zeros(pool.shape[:-1]) if initial_norm is None else initial_norm.to(compute)
         pool = torch.cat([pool, norm.unsqueeze(-1)], -1)
@@ -834,7 +848,7 @@ def causal_linear_decay(
     def run(query, key, value, log_decay, state):
         if not query.shape[-2]:
             return [query.new_zeros(*query.shape[:-1], value.shape[-1])], state.clone()
-        output, state = ALGORITHMS[algorithm](query, key, value, log_decay, state)
+        output, state = (KEY_ALGORITHMS if per_key else ALGORITHMS)[algorithm](query, key, value, log_decay, state)
         return [output], state
 
     spans = _spans(cu_seqlens, dims["N"])
@@ -848,7 +862,8 @@ def causal_linear_decay(
             final = pool.index_put((index,), final[requests])
         state_type = float_out if initial_state is None else initial_state.dtype
         norms = (final[..., -1].to(float_out).clone(),) if normalize else ()
-        result += (final[..., :-1].to(state_type).clone() if normalize else final.to(state_type), *norms)
+        final = final[..., :-1] if normalize else final
+        result += ((final.mT if state_v_first else final).to(state_type).contiguous().clone(), *norms)
     return result
 
 
@@ -866,6 +881,7 @@ def causal_linear_decay_grad(
     grad_decay: int = 0,
     grad_state: int = 0,
     layout: str = "bhnd",
+    state_v_first: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of causal_linear_decay without normalize, in closed form, in O(N) time and memory.
@@ -874,11 +890,11 @@ def causal_linear_decay_grad(
     With G_i the gradient of S_i, from later tokens and its own output,
       G_i = γ_{i+1} G_{i+1} + scale * q_iᵀ do_i, where grad_final_state stands for γ_{N+1} G_{N+1}
       dq_i = scale * do_i S_iᵀ,   dk_i = v_i G_iᵀ,   dv_i = k_i G_i,   dlog_decay_i = ⟨G_i, γ_i S_{i-1}⟩
-    so that dlog_decay_i is 0 where γ_i is. Taken block by block; a token's dlog_decay is the sum of the terms
-    its decay is a factor of, without subtraction.
+    so that dlog_decay_i is 0 where γ_i is; of a key dimension it is its row's product. Taken block by block, with decays of key
+    dimensions token by token; a token's dlog_decay is the sum of the terms its decay is a factor of, without subtraction.
 
     Returns grad_query, grad_key, grad_value T; with grad_decay grad_log_decay F, shaped as log_decay, which
-    must be given; with grad_state grad_initial_state F [B,Hv,R,Dv] (or [Q,...]), given or not.
+    must be given; with grad_state grad_initial_state F, shaped as initial_state, given or not.
     The normalised form is differentiated by composition of numerator and denominator, not here.
     """
     op = "CausalLinearDecayGrad"
@@ -891,21 +907,28 @@ def causal_linear_decay_grad(
         f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
     )
     match("grad_output", grad_output, "T", "B H N Dv*")
-    match("initial_state", initial_state, "F", "Q Hv R Dv")
-    match("grad_final_state", grad_final_state, "F", "Q Hv R Dv")
-    zeros = v.new_zeros(dims["Q"], dims["Hv"], dims["R"], dims["Dv"])
-    states = [(zeros if x is None else x.to(compute)).unsqueeze(2) for x in (initial_state, grad_final_state)]
+    states = []
+    for name, x in (("initial_state", initial_state), ("grad_final_state", grad_final_state)):
+        match(name, x, "F", "Q Hv Dv R" if state_v_first else "Q Hv R Dv")
+        if x is None:
+            x = v.new_zeros(dims["Q"], dims["Hv"], dims["R"], dims["Dv"])
+        elif state_v_first:
+            x = x.mT
+        states.append(x.to(compute).unsqueeze(2))
     do = _swap(grad_output, layout).to(compute).unflatten(1, q.shape[1:3])
     spans = _spans(cu_seqlens, dims["N"])
-    (dq, dk, dv, dg), ds = _per_request(_decay_backward, spans, (scale * q, k, v, decay, do), states)
+    per_key = log_decay is not None and log_decay.dim() == 4
+    backward = _key_decay_backward if per_key else _decay_backward
+    (dq, dk, dv, dg), ds = _per_request(backward, spans, (scale * q, k, v, decay, do), states)
     dq, dk, dv = (x.flatten(1, 2) for x in (scale * dq, dk, dv))
     dq, dk = (x.unflatten(1, (heads, -1)).sum(2) for x, heads in ((dq, dims["Hq"]), (dk, dims["Hk"])))
     result = tuple(_swap(x.to(query.dtype), layout) for x in (dq, dk, dv))
     if grad_decay and log_decay is not None:
-        dg = dg.flatten(2)
-        result += ((_swap(dg, layout) if log_decay.dim() == 3 else dg.sum((0, 2))).to(float_out),)
+        dg = dg.squeeze(2) if per_key else dg.flatten(2)
+        result += ((dg.sum((0, 2)) if log_decay.dim() == 1 else _swap(dg, layout)).to(float_out),)
     if grad_state:
-        result += (ds.squeeze(2).to(float_out),)
+        ds = ds.squeeze(2)
+        result += ((ds.mT if state_v_first else ds).to(float_out).contiguous(),)
     return result
 
 
@@ -942,6 +965,28 @@ def _decay_backward(query, key, value, log_decay, do, state, ds):
         dg = dg + kept * (state * ds).sum((-2, -1), keepdim=True)
         ds = kept * ds + over_group((prefix * q).mT @ o)
         grads.append((dq, dk, dv, dg))
+    return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
+
+
+def _key_decay_backward(query, key, value, log_decay, do, state, ds):
+    """The same for decays of key dimensions, token by token; states are computed again from those before blocks."""
+    tokens = (query, key, value, log_decay, do)
+    if not query.shape[-2]:
+        return [x.clone() for x in tokens[:4]], ds.clone()
+    blocks = list(zip(*(x.split(BLOCK, -2) for x in tokens), strict=True))
+    states, grads = [state], []
+    for q, k, v, g, _ in blocks[:-1]:
+        states.append(_causal_dot_product(q, k, v, g, states[-1])[1])
+    for block, state in zip(reversed(blocks), reversed(states), strict=True):
+        steps = []
+        for q, k, v, g, o in zip(*(x.split(1, -2) for x in block), strict=True):
+            kept = g.mT.exp() * state
+            state = kept + k.mT @ v
+            steps.append((q, k, v, g, o, kept, state))
+        for q, k, v, g, o, kept, state in reversed(steps):
+            ds = ds + (q.mT @ o).sum(2, keepdim=True)
+            grads.append((o @ state.mT, v @ ds.mT, k @ ds, (kept * ds).sum(-1).unsqueeze(-2)))
+            ds = g.mT.exp() * ds
     return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
 
 

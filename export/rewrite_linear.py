@@ -105,39 +105,37 @@ def _decay_inputs(ops, a, x):
         if not isinstance(width, int) or width < heads:
             raise nodes.Refused(f"scale is 1/sqrt(d_k), and query has {nodes.show(width)} columns for {heads} heads")
         scale = float(np.float32(1 / np.sqrt(width // heads)))
-    log_decay = None
-    if x["decay"] is not None:
-        size, key_size = nodes.dim(x["decay"], 2), nodes.dim(x["key"], 2)
-        if size != states:
-            raise nodes.Refused(
-                f"decay has {nodes.show(size)} columns for {states} heads: CausalLinearDecay takes one a head, "
-                + ("and these may differ inside a head" if size == key_size else "which must be known")
-            )
-        log_decay = _float(ops, x["decay"])
-        ops.notes.append("log decays above 0 are an error")
     inputs = dict(
         query=ops.split_heads(x["query"], heads),
         key=ops.split_heads(x["key"], key_heads),
         value=ops.split_heads(x["value"], states),
-        log_decay=log_decay,
+        log_decay=_log_decay(ops, x["decay"], states, width // heads if isinstance(width, int) else None),
     )
     return inputs, dict(scale=scale), max(heads, states)
+
+
+def _log_decay(ops, decay, states, size):
+    """decay [B,N,states] or, of key dimensions, [B,N,states * size], as our operators have it. size: None where not known."""
+    if decay is None:
+        return None
+    columns = nodes.dim(decay, 2)
+    per_key = size is not None and columns == states * size and columns != states
+    if columns != states and not per_key:
+        raise nodes.Refused(
+            f"decay has {nodes.show(columns)} columns for {states} states" + (f" of {size} rows" if size is not None else "")
+        )
+    decay = _float(ops, decay)
+    if per_key:
+        decay = ops.Reshape(decay, [0, 0, states, size])
+        decay.shape = ir.Shape([None, None, states, size])
+    ops.notes.append("log decays above 0 are an error")
+    return decay
 
 
 def _delta_inputs(ops, a, x):
     """The same of GatedDeltaRule."""
     heads, key_heads, states = _head_counts(a, x)
-    size = nodes.dim(x["query"], 2) // heads
-    log_decay = x["decay"]
-    if log_decay is not None:
-        columns = nodes.dim(log_decay, 2)
-        if columns not in (states, states * size):
-            raise nodes.Refused(f"decay has {nodes.show(columns)} columns for {states} states of {size} rows")
-        log_decay = _float(ops, log_decay)
-        if columns != states:
-            log_decay = ops.Reshape(log_decay, [0, 0, states, size])
-            log_decay.shape = ir.Shape([None, None, states, size])
-        ops.notes.append("log decays above 0 are an error")
+    log_decay = _log_decay(ops, x["decay"], states, nodes.dim(x["query"], 2) // heads)
     beta = _float(ops, x["beta"])
     columns = nodes.dim(x["beta"], 2)
     if columns not in (1, states):
@@ -161,39 +159,45 @@ def _check_head_groups(heads, key_heads, states):
 
 
 def gated_delta_net(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) -> Result:
-    """com.microsoft GatedDeltaNet, by GatedDeltaRule with states [Dv,D]: its activations become nodes of their own."""
+    """com.microsoft GatedDeltaNet, by GatedDeltaRule or, without the rule, CausalLinearDecay, with states [Dv,D]: its
+    activations become nodes of their own."""
     a, x = nodes.attributes(node), nodes.inputs(node, _DELTA_NET)
     nodes.check_types(x, "query", "key", "value")
     rule = a.get("update_rule", "gated_delta")
-    if rule not in ("delta", "gated_delta"):
-        raise nodes.Refused(f"update_rule is {rule}; GatedDeltaRule has delta and gated_delta")
+    if rule not in ("linear", "gated", "delta", "gated_delta"):
+        raise nodes.Refused(f"update_rule is {rule}; expected linear, gated, delta or gated_delta")
+    delta = rule.endswith("delta")
     if a.get("state_update_capacity", 0) or x["capture_count"] is not None or nodes.is_read(node, 2):
-        raise nodes.Refused("it captures transitions (state_update_capacity), which GatedDeltaRule does not return")
+        raise nodes.Refused("it captures transitions (state_update_capacity), which leanfleet's operators do not return")
     _check_activations(a, x)
     query, key, value, like = _delta_net_rows(ops, x)
     _check_head_groups(*(_known_heads(t, name) for t, name in ((query, "query"), (key, "key"), (value, "value"))))
     batched = _batches(ops, x, len(like))
-    tokens = {"query": query, "key": key, "value": value, "log_decay": None, "beta": _beta(ops, a, x, value)}
-    if rule == "gated_delta" and x["decay"] is not None:
+    beta = _beta(ops, a, x, value) if delta or x["beta"] is not None else None
+    tokens = {"query": query, "key": key, "value": value, "log_decay": None, "beta": beta}
+    if rule.startswith("gated") and x["decay"] is not None:
         tokens["log_decay"] = _gate(ops, a, x, len(like))
         ops.notes.append("log decays above 0 are an error")
     inputs = {name: t if t is None else batched(t) for name, t in tokens.items()}
     if inputs["log_decay"] is not None:  # function bodies ask for its rank
         inputs["log_decay"].shape = ir.Shape([None] * (nodes.rank(x["decay"], "decay") + 4 - len(like)))
-    normalize = False
-    if not a.get("qk_l2_norm", 0):
+    rule_attributes: dict[str, Any] = {"scale": a.get("scale", 0.0)}
+    if not delta:
+        rule_attributes["scale"] = rule_attributes["scale"] or _usual_scale(query)
+    elif not a.get("qk_l2_norm", 0):
         ops.notes.append("keys are taken to be of unit length, which LEANFLEET_CHECK=1 sees to")
-    if a.get("qk_l2_norm", 0) and query.dtype == ir.DataType.FLOAT:
+    if a.get("qk_l2_norm", 0) and (query.dtype == ir.DataType.FLOAT or not delta):
         inputs |= {name: _unit_rows(ops, inputs[name], DELTA_NET_EPS, query.dtype) for name in ("query", "key")}
     elif a.get("qk_l2_norm", 0):  # in 16 bits the difference is less than a rounding, and kernels are faster
-        normalize = True
+        rule_attributes["normalize_qk"] = True
         ops.notes.append(f"rows of query and key below 0.03 are not made as long as 1: {OUR_EPS:g} is added to their squares")
     state = x["initial_state"]
     state_type = ir.DataType.FLOAT if state is None or state.dtype is None else state.dtype
     returns = len(node.outputs) > 1 and bool(node.outputs[1].name)
+    name = "GatedDeltaRule" if delta else "CausalLinearDecay"
     outputs = ops.ours(
-        "GatedDeltaRule",
-        dict(scale=a.get("scale", 0.0), normalize_qk=normalize, return_state=returns, layout="bnhd", state_v_first=True),
+        name,
+        dict(rule_attributes, return_state=returns, layout="bnhd", state_v_first=True),
         **inputs,
         initial_state=state if state is None else _float(ops, state),
         cu_seqlens=x["cu_seqlens"],
@@ -202,7 +206,15 @@ def gated_delta_net(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) 
     if len(like) == 3:
         out = ops.Squeeze(out, [0]) if x["cu_seqlens"] is not None else ops.reshape(out, -1, ops.Shape(out, start=2))
     results: list[ir.Value | None] = [nodes.known(out, x["query"], like)]
-    return "GatedDeltaRule", results + ([ops.of_float(outputs["final_state"], state_type)] if returns else [])
+    return name, results + ([ops.of_float(outputs["final_state"], state_type)] if returns else [])
+
+
+def _usual_scale(query):
+    """1 over the root of the width of query's rows."""
+    width = nodes.dim(query, -1)
+    if not isinstance(width, int):
+        raise nodes.Refused(f"scale is 1/sqrt(head_size_qk), and rows of query have {nodes.show(width)} columns")
+    return float(np.float32(1 / np.sqrt(width)))
 
 
 def _check_activations(a, x):
@@ -305,6 +317,8 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
         x, {"cu_seqlens": "LinearAttention has no packed requests", "state_index": "LinearAttention has no pool of states"}
     )
     nodes.check_ranks(x, 4, ["query", "key", "value"], "initial_state")
+    if x["log_decay"] is not None:
+        nodes.rank(x["log_decay"], "log_decay", 1, 3, 4)
     if x["initial_state"] is not None and x["initial_state"].dtype not in (None, ir.DataType.FLOAT):
         raise nodes.Refused("initial_state has 16 bits; LinearAttention's is float32")
     if a["normalize"]:
@@ -333,6 +347,8 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
         if nodes.rank(decay, "log_decay") == 1:
             batch, tokens = ops.size(x["query"], 0), ops.size(x["query"], 1 if bnhd else 2)
             decay = ops.Expand(decay, ops.dims(batch, tokens, states))
+        elif nodes.rank(decay, "log_decay") == 4:
+            decay = packed(decay)
         else:
             decay = by_token(decay, [0, 2, 1])
     key = x["key"]
@@ -342,7 +358,8 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
         if not single:
             raise nodes.Refused("beta is float32, keys times it would be rounded to the type of query")
         key = ops.Mul(key, ops.Unsqueeze(x["beta"], [3]))
-    inputs = [packed(t) for t in (x["query"], key, x["value"])] + [x["initial_state"], decay]
+    given = _ordered(ops, x["initial_state"], a["state_v_first"])
+    inputs = [packed(t) for t in (x["query"], key, x["value"])] + [given, decay]
     while inputs[-1] is None:
         inputs.pop()
     domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else nodes.MICROSOFT
@@ -354,7 +371,7 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
     }
     out, state = ops.foreign(domain, "LinearAttention", inputs, attributes, 2)
     out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), max(heads, states), -1))
-    return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
+    return "LinearAttention", [by_token(out, [0, 2, 1, 3]), _ordered(ops, state, a["state_v_first"])]
 
 
 def gated_delta_rule_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) -> Result:

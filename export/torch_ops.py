@@ -615,6 +615,7 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         grad_decay=wants_decay,
         grad_state=wants_state,
         layout=attrs["layout"],
+        state_v_first=attrs["state_v_first"] and not attrs["normalize"],
     )
     stored, to_key_and_beta, to_query = key, lambda dk: (dk, None), lambda dq: dq
     if beta is not None:
@@ -632,6 +633,8 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     q, k, v, do = (t.to(wide) for t in (query, stored, value, grad_output))
     ones = torch.ones_like(v[..., :1])
     v_aug = torch.cat([v, ones], dim=-1)
+    if attrs["state_v_first"]:
+        state, grad_state = (t if t is None else t.mT for t in (state, grad_state))
     state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
     augmented = causal_linear_decay(
         q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"], layout=attrs["layout"]
@@ -655,6 +658,8 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     dk, d_beta = to_key_and_beta(dk)
     dq, dk, dv = (g.to(query.dtype) for g in (to_query(dq), dk, dv_aug[..., :-1]))
     d_state, d_norm = (d_aug[..., :-1].to(state_type), d_aug[..., -1]) if wants_state else (None, None)
+    if wants_state and attrs["state_v_first"]:
+        d_state = d_state.mT
     return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None, d_beta
 
 

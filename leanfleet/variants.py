@@ -232,7 +232,7 @@ def calls(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]
     for number in range(max(len(found), math.prod(map(len, words.values())))):
         ranks, attrs = found[number % len(found)]
         more: dict[str, Any] = {}
-        for names in (words | numbers, words):  # some refuse a setting that others take
+        for names in (words | numbers, words, {}):  # some refuse a setting or an algorithm that others take
             more, rest = {}, number
             for name, choices in names.items():
                 more[name] = choices[rest % len(choices)]

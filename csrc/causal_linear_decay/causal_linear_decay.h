@@ -19,11 +19,12 @@ namespace leanfleet::causal_linear_decay {
 // h / (heads / v_heads); state s takes key head s / key_share. Where heads of the output share a query, each has a state.
 struct Inputs {
   const void *query, *key, *value;  // T [B,Hq,N,R], [B,Hk,N,R], [B,Hv,N,Dv]
-  const float* log_decay;           // ln γ in [-inf, 0], [Hv] or per token [B,Hv,N]; null: γ = 1
+  const float* log_decay;           // ln γ in [-inf, 0], [Hv], per token [B,Hv,N] or its key dimensions [B,Hv,N,R]; null: γ = 1
   const float* beta;                // [B,Hv,N]: k stands for beta k below; null: 1. Not of gradients
-  bool decay_per_token;
-  const int32_t* cu_seqlens;  // [requests + 1]; null: requests = batch
-  int32_t dtype;              // DType of T
+  bool decay_per_token, decay_per_key;  // at most one
+  bool state_v_first;                   // states are [Dv,R]; false for kernels that do not say otherwise
+  const int32_t* cu_seqlens;            // [requests + 1]; null: requests = batch
+  int32_t dtype;                        // DType of T
   float scale;
   int64_t batch, requests, q_heads, k_heads, v_heads, heads;  // B, B or Q, Hq, Hk, Hv, H = max(Hq, Hv)
   int64_t tokens, key_width, value_width;                     // N, R, Dv
@@ -139,5 +140,11 @@ constexpr int64_t kRecurrenceMaxKeyWidth = 512;
 int keep_other_states(const Args& args, const CudaTarget& target);
 int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Workspace& ws);
 int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
+
+// The delta rule's kernels without the rule, for R up to kDeltaMaxKeyWidth: they have decays of key dimensions, and states in
+// either order. Without such decays they are not normalised.
+constexpr int64_t kDeltaMaxKeyWidth = 256;
+int launch_without_rule(const Args& args, const CudaTarget& target, Workspace& ws);
+int launch_grad_without_rule(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet::causal_linear_decay

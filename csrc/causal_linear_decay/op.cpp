@@ -8,6 +8,7 @@
 
 #include "causal_linear_decay/choose.h"
 #include "causal_linear_decay/rows.h"
+#include "causal_linear_decay/without_rule.h"
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
@@ -42,13 +43,15 @@ static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimHq) == 
               int(forward::kDimHk) == backward::kDimHk && int(forward::kDimHv) == backward::kDimHv &&
               int(forward::kDimDv) == backward::kDimDv);
 
-Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
+Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale, bool state_v_first) {
   Inputs in = {};
   in.query = call.inputs[forward::kQuery].data;
   in.key = call.inputs[forward::kKey].data;
   in.value = call.inputs[forward::kValue].data;
   in.log_decay = call.inputs[forward::kLogDecay].as<const float>();
   in.decay_per_token = call.inputs[forward::kLogDecay].rank == 3;
+  in.decay_per_key = call.inputs[forward::kLogDecay].rank == 4;
+  in.state_v_first = state_v_first;
   in.cu_seqlens = cu_seqlens.as<const int32_t>();
   in.dtype = static_cast<int32_t>(call.inputs[forward::kQuery].dtype);
   in.scale = scale;
@@ -81,6 +84,15 @@ Status check_sizes(const Call& call) {
   return call.unsupported("a state has R x Dv = " + std::to_string(size) + " elements; the kernels take up to 2^40");
 }
 
+Status check_forward(const Call& call) {
+  LEANFLEET_RETURN_IF_ERROR(check_sizes(call));
+  const int64_t algorithm = call.attrs[forward::kAttrAlgorithm].i;
+  if (call.inputs[forward::kLogDecay].rank < 4 || algorithm == kAlgorithmAuto || algorithm == kAlgorithmCausalDotProduct)
+    return {};
+  return call.invalid(std::string("log_decay is that of each key dimension and algorithm ") + kAlgorithmValues[algorithm] +
+                      "; it must be auto or causal_dot_product then");
+}
+
 #ifdef LEANFLEET_CUDA
 // Launches count CTAs in 32 bits.
 Status check_cuda_size(const Call& call, const Inputs& in) {
@@ -94,6 +106,14 @@ Status check_cuda_size(const Call& call, const Inputs& in) {
   if (heads * in.key_width > kMaxAxis) return refuse("requests x H x R", heads * in.key_width);
   if (heads * in.value_width > kMaxAxis) return refuse("requests x H x Dv", heads * in.value_width);
   return {};
+}
+
+Status check_cuda_key_decays(const Call& call, const Inputs& in) {
+  if (!in.decay_per_key || in.key_width <= kDeltaMaxKeyWidth) return {};
+  return call.unsupported(
+      "query has R = " + std::to_string(in.key_width) +
+      " and log_decay is that of each key dimension; on CUDA R goes up to 256 then, larger calls run on the "
+      "CPU");
 }
 #endif
 
@@ -193,7 +213,7 @@ int64_t workers_for(const Inputs& in, int64_t threads, int64_t items, double cos
 
 Args make_args(const Call& call) {
   Args args = {};
-  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
+  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f, call.attrs[kAttrStateVFirst].i != 0);
   args.in.beta = call.inputs[kBeta].as<const float>();
   args.algorithm = static_cast<int32_t>(call.attrs[kAttrAlgorithm].i);
   args.normalize = call.attrs[kAttrNormalize].i != 0;
@@ -225,11 +245,36 @@ Status check_values(const Call& call, bool strict) {
   return {};
 }
 
+// Decays of key dimensions, and states [Dv,R].
+Status run_without_rule(const Call& call, const Args& args, const CpuTarget& target, Workspace& ws) {
+  gated_delta_rule::Args to = without_rule(args);
+  to.narrow_states = args.narrow_states;
+  to.narrow_initial_state = args.narrow_initial_state;
+  to.narrow_final_state = args.narrow_final_state;
+  to.divides = args.normalize;
+  to.eps = args.eps;
+  to.initial_norm = args.initial_norm;
+  to.final_norm = args.final_norm;
+  const bool pool = call.inputs[kStateIndex].present();
+  uint8_t* named = ws.scratch<uint8_t>(pool ? args.state_rows : 0);
+  if (!ws.counting()) {
+    if (pool) {
+      name_pool_rows(args.state_index, to.requests, args.state_rows, named);
+      keep_other_rows(*target.threads, call.inputs[kInitialState], call.outputs[kOutFinalState], named);
+      keep_other_rows(*target.threads, call.inputs[kInitialNorm], call.outputs[kOutFinalNorm], named);
+    }
+    if (to.cu_seqlens != nullptr && !covers_all_tokens(to.cu_seqlens, to.requests, to.tokens)) zero(call.outputs[kOutOutput]);
+  }
+  gated_delta_rule::run_states(to, target, ws);
+  return {};
+}
+
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   ForwardPlan plan = {};
   plan.args = make_args(call);
   const Args& args = plan.args;
   const Inputs& in = args.in;
+  if (in.decay_per_key || in.state_v_first) return run_without_rule(call, args, target, ws);
   const int64_t group = in.heads / in.v_heads, threads = target.threads->count();
   const auto cost_of = [&](int64_t columns) -> Cost {
     const double update = double(columns) * double(in.key_width) + 8.0 * double(in.key_width) + 40.0;
@@ -279,9 +324,26 @@ int launch_algorithm(const Args& args, const CudaTarget& target, Workspace& ws) 
   return launch_recurrence(args, args.algorithm == kAlgorithmFleet, target, ws);
 }
 
+// States [Dv,R] of few tokens go without a copy in the other order.
+constexpr int64_t kFewTokens = 16;
+bool steps_without_rule(const Args& args) {
+  const Inputs& in = args.in;
+  const bool any = args.algorithm == kAlgorithmAuto || args.algorithm == kAlgorithmCausalDotProduct;
+  return any && in.state_v_first && !args.narrow_states && !args.normalize && in.key_width <= kDeltaMaxKeyWidth &&
+         in.batch * in.tokens <= kFewTokens * in.requests;
+}
+
+Status run_without_rule_on_cuda(const Call& call, const Args& args, const CudaTarget& target, Workspace& ws) {
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_key_decays(call, args.in));
+  const int failed = args.narrow_states ? with_plain_states(args, false, target, ws, launch_without_rule)
+                                        : launch_without_rule(args, target, ws);
+  return cuda_status(call, "launching the recurrence of key dimensions", failed);
+}
+
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   Args args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
+  if (args.in.decay_per_key || steps_without_rule(args)) return run_without_rule_on_cuda(call, args, target, ws);
   if (args.algorithm == kAlgorithmAuto) args.algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
   const bool lightning = args.algorithm == kAlgorithmLightning;
   if (args.normalize && args.in.key_width > kRecurrenceMaxKeyWidth)
@@ -294,9 +356,10 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (!lightning && args.in.key_width > kRecurrenceMaxKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) + "; on CUDA algorithm " +
                             kAlgorithmValues[args.algorithm] + " takes R up to 512. Use auto or lightning");
-  const bool takes_narrow = !lightning && decode_fits(args);
-  const int failed = args.narrow_states && !takes_narrow ? with_wide_states(args, target, ws, launch_algorithm)
-                                                         : launch_algorithm(args, target, ws);
+  const bool takes_narrow = !lightning && decode_fits(args), turned = args.in.state_v_first;
+  const int failed = turned || (args.narrow_states && !takes_narrow)
+                         ? with_plain_states(args, turned, target, ws, launch_algorithm)
+                         : launch_algorithm(args, target, ws);
   return cuda_status(call, lightning ? "launching lightning" : "launching the recurrence", failed);
 }
 #else
@@ -305,7 +368,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {check_sizes, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_forward, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::causal_linear_decay
 
@@ -326,7 +389,7 @@ int64_t states_of_item(const Inputs& in, int64_t pieces, int64_t threads) {
 
 GradArgs make_args(const Call& call) {
   GradArgs args = {};
-  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
+  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f, call.attrs[kAttrStateVFirst].i != 0);
   args.grad_output = call.inputs[kGradOutput].data;
   args.initial_state = call.inputs[kInitialState].as<const float>();
   args.grad_final_state = call.inputs[kGradFinalState].as<const float>();
@@ -346,9 +409,49 @@ Status check_values(const Call& call, bool strict) {
   return {};
 }
 
+// All states [rows,columns] as [columns,rows].
+void turn_states(const float* from, int64_t states, int64_t rows, int64_t columns, float* to) {
+  for (int64_t s = 0; s < states; ++s, from += rows * columns, to += rows * columns)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) to[c * rows + r] = from[r * columns + c];
+}
+
+Status run_plain(const Call& call, const GradArgs& args, const CpuTarget& target, Workspace& ws);
+
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  GradArgs args = make_args(call);
+  const Inputs& in = args.in;
+  if (!ws.counting() && in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
+    for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
+    if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
+  }
+  if (in.decay_per_key) {
+    gated_delta_rule::run_grads(without_rule(args), target, ws);
+    return {};
+  }
+  if (!in.state_v_first) return run_plain(call, args, target, ws);
+  const int64_t states = in.requests * in.v_heads, rows = in.key_width, columns = in.value_width;
+  const bool wants_grad = call.attrs[kAttrGradState].i != 0;
+  float* initial = ws.scratch<float>(call.inputs[kInitialState].present() ? states * rows * columns : 0);
+  float* last = ws.scratch<float>(args.has_grad_final_state ? states * rows * columns : 0);
+  float* first = ws.scratch<float>(wants_grad ? states * rows * columns : 0);
+  float* const grad_initial = args.grad_initial_state;
+  if (!ws.counting()) {
+    if (args.initial_state != nullptr)
+      turn_states(args.initial_state, states, columns, rows, initial), args.initial_state = initial;
+    if (args.grad_final_state != nullptr)
+      turn_states(args.grad_final_state, states, columns, rows, last), args.grad_final_state = last;
+    if (grad_initial != nullptr) args.grad_initial_state = first;
+  }
+  LEANFLEET_RETURN_IF_ERROR(run_plain(call, args, target, ws));
+  if (!ws.counting() && grad_initial != nullptr) turn_states(first, states, rows, columns, grad_initial);
+  return {};
+}
+
+// States [R,Dv], decays of heads or tokens.
+Status run_plain(const Call& call, const GradArgs& grad, const CpuTarget& target, Workspace& ws) {
   BackwardPlan plan = {};
-  plan.args = make_args(call);
+  plan.args = grad;
   const GradArgs& args = plan.args;
   const Inputs& in = args.in;
   const int64_t group = in.heads / in.v_heads, threads = target.threads->count();
@@ -387,10 +490,6 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const int64_t count = cut_requests(in, cut, pieces, &slots);
   plan.pieces = pieces;
   if (per_head) plan.decay_sums = decay_sums;
-  if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
-    for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
-    if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
-  }
   const int64_t sums = in.key_share > 1 ? in.k_heads + (in.query_share > 1 ? in.q_heads : 0) : 0;
   run_phases(plan, *target.threads, count, slots, 1, in.v_heads / plan.item_states, sums, workers, scratch, scratch_floats,
              select_run_backward());
@@ -406,7 +505,11 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   const GradArgs args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
-  return cuda_status(call, "launching the kernels", launch_grad(args, target, ws));
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_key_decays(call, args.in));
+  const int failed = args.in.decay_per_key   ? launch_grad_without_rule(args, target, ws)
+                     : args.in.state_v_first ? launch_grad_turned(args, target, ws)
+                                             : launch_grad(args, target, ws);
+  return cuda_status(call, "launching the kernels", failed);
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

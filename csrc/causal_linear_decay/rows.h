@@ -13,8 +13,11 @@ int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws);
 bool decode_fits(const Args& args);
 int launch_decode(const Args& args, const CudaTarget& target);
 
-// Another kernel's launch over states of 16 bits: with float32 ones in its scratch.
-int with_wide_states(const Args& args, const CudaTarget& target, Workspace& ws,
-                     int (*launch)(const Args&, const CudaTarget&, Workspace&));
+// Another kernel's launch over states of 16 bits or [Dv,R]: with float32 ones [R,Dv] in its scratch. `turned` says whether the
+// order changes: the delta rule's kernels have either.
+int with_plain_states(const Args& args, bool turned, const CudaTarget& target, Workspace& ws,
+                      int (*launch)(const Args&, const CudaTarget&, Workspace&));
+// launch_grad over states [Dv,R].
+int launch_grad_turned(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet::causal_linear_decay

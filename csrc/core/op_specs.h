@@ -78,7 +78,7 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace causal_linear_decay {
 enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kInitialNorm, kCuSeqlens, kStateIndex, kBeta };
 enum Output { kOutOutput, kOutFinalState, kOutFinalNorm };
-enum Attr { kAttrAlgorithm, kAttrScale, kAttrNormalize, kAttrEps, kAttrReturnState, kAttrLayout };
+enum Attr { kAttrAlgorithm, kAttrScale, kAttrNormalize, kAttrEps, kAttrReturnState, kAttrLayout, kAttrStateVFirst };
 enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimP, kDimQ };
 enum Algorithm { kAlgorithmAuto, kAlgorithmCausalDotProduct, kAlgorithmFleet, kAlgorithmLightning, kAlgorithmVanilla, kAlgorithmBlockBased, kAlgorithmRecursion };
 inline constexpr const char* kAlgorithmValues[] = {"auto", "causal_dot_product", "fleet", "lightning", "vanilla", "block_based", "recursion"};
@@ -88,8 +88,8 @@ inline constexpr TensorSpec kInputs[] = {
     {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kS, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kS, true, -1, -1, -1, 0, {}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 6}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 6}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"initial_norm", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
     {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
@@ -97,7 +97,7 @@ inline constexpr TensorSpec kInputs[] = {
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kS, false, -1, 4, -1, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kS, false, -1, 4, -1, 1, {4}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 6}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 6}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"final_norm", TypeVar::kF, false, -1, 5, -1, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
@@ -107,6 +107,7 @@ inline constexpr AttrSpec kAttrs[] = {
     {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
@@ -117,14 +118,14 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kAttr, 2}, 2, {{RefKind::kInput, 4}, {RefKind::kInput, 5}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "R", "Hk", "Hv", "Dv", "P", "Q"};
-inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 9, 3, 6, 6, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 9, 3, 7, 6, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_linear_decay
 
 namespace causal_linear_decay_grad {
 enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kGradOutput, kGradFinalState, kCuSeqlens };
 enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradLogDecay, kOutGradInitialState };
-enum Attr { kAttrScale, kAttrGradDecay, kAttrGradState, kAttrLayout, kAttrNormalize };
+enum Attr { kAttrScale, kAttrGradDecay, kAttrGradState, kAttrLayout, kAttrStateVFirst, kAttrNormalize };
 enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
@@ -132,10 +133,10 @@ inline constexpr TensorSpec kInputs[] = {
     {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"grad_output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_final_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
@@ -143,13 +144,14 @@ inline constexpr TensorSpec kOutputs[] = {
     {"grad_key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"grad_value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"grad_log_decay", TypeVar::kF, false, 3, -1, -1, 1, {1}, 0, {}},
-    {"grad_initial_state", TypeVar::kF, false, -1, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, -1, 1, {2}, 4, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch", -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
@@ -159,7 +161,7 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 1}, {RefKind::kInput, 3}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "R", "Hk", "Hv", "Dv", "Q"};
-inline constexpr OpSpec kSpec = {"CausalLinearDecayGrad", 1, 8, 5, 5, 4, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+inline constexpr OpSpec kSpec = {"CausalLinearDecayGrad", 1, 8, 5, 6, 4, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_linear_decay_grad
 

@@ -417,7 +417,7 @@ cudaError_t launch_type(const Args& args, cudaStream_t stream) {
 }  // namespace
 
 bool chunked_fits(const Args& args, int device) {
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key || !args.delta) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;

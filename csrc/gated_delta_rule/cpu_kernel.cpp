@@ -27,12 +27,21 @@ constexpr int kStepVecs = 4;                                   // vectors across
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
+template <class T>
+T* row_of(const void* data, const Strides& strides, int64_t batch, int64_t head, int64_t token) {
+  return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head + token * strides.token;
+}
+
 struct Item {
   int64_t batch, begin, end;                        // tokens of the batch row
   int64_t state_head, key_head, first_head, group;  // `group` heads of the output, from first_head on
   int64_t first_column, columns;
   const float* from;  // the state's first element of these columns; null: zeros
   float* to;          // null: not asked for
+  const void* narrow_from;
+  void* narrow_to;
+  const float* norm_from;
+  float* norm_to;
 };
 
 Item item_at(const CpuPlan& plan, int64_t index) {
@@ -58,6 +67,11 @@ Item item_at(const CpuPlan& plan, int64_t index) {
                      item.first_column * (args.state_v_first ? args.key_width : 1);
   if (args.initial_state != nullptr) item.from = args.initial_state + at;
   if (args.final_state != nullptr) item.to = args.final_state + at;
+  if (args.narrow_initial_state != nullptr) item.narrow_from = static_cast<const uint16_t*>(args.narrow_initial_state) + at;
+  if (args.narrow_final_state != nullptr) item.narrow_to = static_cast<uint16_t*>(args.narrow_final_state) + at;
+  const int64_t norm_at = (row * args.v_heads + item.state_head) * args.key_width;
+  if (args.initial_norm != nullptr) item.norm_from = args.initial_norm + norm_at;
+  if (args.final_norm != nullptr) item.norm_to = args.final_norm + norm_at;
   return item;
 }
 
@@ -67,6 +81,7 @@ struct Scratch {
   float* key_t;                   // [pitch, kChunk]
   float* decay;                   // [pitch]: of a token's key dimensions
   float* kept_key;                // [pitch]: decay times key
+  float* norm;                    // [pitch]
   float* kept_query;              // [group, pitch]
   float* query_key;               // [group]
   float *update, *output;         // [kChunk, width]
@@ -100,6 +115,7 @@ Scratch carve(const CpuPlan& plan, float* base) {
   s.key_t = carver.take(s.pitch * kChunk);
   s.decay = carver.take(s.pitch);
   s.kept_key = carver.take(s.pitch);
+  s.norm = carver.take(args.divides ? s.pitch : 0);
   s.kept_query = carver.take(group * s.pitch);
   s.query_key = carver.take(group);
   s.update = carver.take(kChunk * s.width);
@@ -113,11 +129,6 @@ Scratch carve(const CpuPlan& plan, float* base) {
   s.beta = carver.take(kChunk);
   s.floats = carver.used;
   return s;
-}
-
-template <class T>
-T* row_of(const void* data, const Strides& strides, int64_t batch, int64_t head, int64_t token) {
-  return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head + token * strides.token;
 }
 
 float dot(const float* a, const float* b, int64_t n) {  // n: whole vectors
@@ -161,6 +172,7 @@ const T* query_row(const Args& args, const Item& item, int64_t h, int64_t token)
 }
 
 float beta_at(const Args& args, const Item& item, int64_t token) {
+  if (args.beta == nullptr) return 1.0f;
   return *row_of<const float>(args.beta, args.beta_strides, item.batch, item.state_head, token);
 }
 
@@ -185,6 +197,7 @@ struct Step {
   const float *decay, *key, *kept_key, *kept_query;
   const float* query_key;  // [group]: q . k
   float beta;
+  bool delta;
   float *update, *output;  // value on entry, u after; [group, width]
 };
 
@@ -199,7 +212,7 @@ void step_columns(const Step& s, int64_t column) {
     const Vec k = broadcast(s.kept_key[r]), q = broadcast(s.kept_query[r]);
     for (int c = 0; c < V; ++c) {
       const Vec x = read(s.from + r * s.from_stride + column + c * kLanes);
-      found[c] = fma(k, x, found[c]);
+      if (s.delta) found[c] = fma(k, x, found[c]);
       first[c] = fma(q, x, first[c]);
     }
   }
@@ -247,7 +260,7 @@ void step_rows(const Step& s) {
   for (int64_t column = 0; column < s.columns; ++column) {
     const float* from = s.from != nullptr ? s.from + column * s.from_stride : nullptr;
     Vec found = {};
-    for (int64_t c = 0; c < s.rows; c += kLanes) found = fma(load(s.kept_key + c), read(from, c), found);
+    for (int64_t c = 0; c < s.rows && s.delta; c += kLanes) found = fma(load(s.kept_key + c), read(from, c), found);
     const float update = s.beta * (s.update[column] - sum(found));
     for (int64_t h = 0; h < s.group; ++h) {
       Vec out = {};
@@ -260,6 +273,17 @@ void step_rows(const Step& s) {
       else if (kStream) stream(s.to + column * s.to_stride + c, x);
       else store(s.to + column * s.to_stride + c, x);
     }
+  }
+}
+
+// A token's norm, and the outputs over what it makes of their queries.
+void divide_outputs(const Args& args, const Item& item, const Scratch& s, float beta) {
+  for (int64_t c = 0; c < s.pitch; c += kLanes)
+    store(s.norm + c, fma(load(s.key + c), broadcast(beta), load(s.norm + c) * load(s.decay + c)));
+  for (int64_t h = 0; h < item.group; ++h) {
+    float by = dot(s.query + h * s.pitch, s.norm, s.pitch);
+    if (__builtin_fabsf(by) < args.eps) by = by < 0.0f ? -args.eps : args.eps;
+    multiply_row(s.steps + h * s.width, 1.0f / by, s.width);
   }
 }
 
@@ -280,14 +304,15 @@ void step(const Args& args, const Item& item, const Scratch& s, int64_t token, c
   convert(value + item.first_column, s.update, item.columns);
   for (int64_t c = item.columns; c < s.width; ++c) s.update[c] = 0.0f;
   const float beta = beta_at(args, item, token);
-  const Step x = {from,    to,    from_stride, to_stride,    args.key_width, item.columns, item.group, s.pitch, s.width,
-                  s.decay, s.key, s.kept_key,  s.kept_query, s.query_key,    beta,         s.update,   s.steps};
+  const Step x = {from,    to,    from_stride, to_stride,    args.key_width, item.columns, item.group, s.pitch,  s.width,
+                  s.decay, s.key, s.kept_key,  s.kept_query, s.query_key,    beta,         args.delta, s.update, s.steps};
   const int64_t bytes = 4 * args.requests * args.v_heads * args.key_width * args.value_width;
   const bool streamed = to != nullptr && to != s.state && streams(from, to, to_stride, bytes);
   if (!args.state_v_first) streamed ? step_columns<true>(x) : step_columns<false>(x);
   else if (args.key_width % kLanes != 0) step_rows<true, false>(x);
   else streamed ? step_rows<false, true>(x) : step_rows<false, false>(x);
   if (streamed) finish_streams();
+  if (args.divides) divide_outputs(args, item, s, beta);
   for (int64_t h = 0; h < item.group; ++h) {
     T* out = row_of<T>(args.output, args.output_strides, item.batch, item.first_head + h, token);
     convert(s.steps + h * s.width, out + item.first_column, item.columns);
@@ -436,13 +461,14 @@ void chunk(const Args& args, const Item& item, const Scratch& s, int64_t token, 
              s.key + t * s.pitch);
   transpose_keys(s, n);
   // -M, and the right side beta (v - exp(gc) K S_0)
-  multiply({s.key, s.pitch, 1, s.key_t, kChunk, s.system, kChunk, n, kChunk, depth, Shape::kSquare});
-  if (from.data != nullptr)
+  const bool corrects = args.delta && from.data != nullptr;
+  if (args.delta) multiply({s.key, s.pitch, 1, s.key_t, kChunk, s.system, kChunk, n, kChunk, depth, Shape::kSquare});
+  if (corrects)
     multiply({s.key, s.pitch, 1, from.data, from.row, s.update, s.width, n, wide, depth, Shape::kFull, nullptr, 0, 1.0f,
               from.panel});
   for (int64_t t = 0; t < n; ++t) {
     const float beta = beta_at(args, item, token + t);
-    for (int c = 0; c < kChunk; c += kLanes) {
+    for (int c = 0; c < kChunk && args.delta; c += kLanes) {
       float* row = s.system + t * kChunk + c;
       store(row, select(lane_numbers(c) < static_cast<float>(t), load(row) * load(s.mask + t * kChunk + c) * -beta, Vec{}));
     }
@@ -451,11 +477,11 @@ void chunk(const Args& args, const Item& item, const Scratch& s, int64_t token, 
     float* row = s.update + t * s.width;
     for (int64_t c = 0; c < wide; c += kLanes) {
       Vec v = load_part(value + c, item.columns - c);
-      if (from.data != nullptr) v = v - s.prefix[t] * load(row + c);
+      if (corrects) v = v - s.prefix[t] * load(row + c);
       store(row + c, beta * v);
     }
   }
-  solve(s, n, wide);
+  if (args.delta) solve(s, n, wide);
   for (int64_t h = 0; h < item.group; ++h) {
     for (int64_t t = 0; t < n; ++t)
       take_row(args, query_row<T>(args, item, h, token + t), args.scale, s.pitch, s.query + t * s.pitch);
@@ -541,20 +567,39 @@ void run_steps(const Args& args, const Item& item, const Scratch& s) {
   }
 }
 
+// The same with states of T, which are in scratch memory as floats from the first token to the last.
+template <class T>
+void run_narrow_steps(const Args& args, const Item& item, const Scratch& s) {
+  const int64_t stride = args.state_v_first ? args.key_width : args.value_width, pitch = args.state_v_first ? s.pitch : s.width;
+  const int64_t rows = args.state_v_first ? item.columns : args.key_width;
+  const int64_t width = args.state_v_first ? args.key_width : item.columns;
+  const auto* const from = static_cast<const T*>(item.narrow_from);
+  __builtin_memset(s.state, 0, sizeof(float) * static_cast<size_t>(s.pitch * s.width));
+  for (int64_t r = 0; r < rows && from != nullptr; ++r) convert(from + r * stride, s.state + r * pitch, width);
+  for (int64_t token = item.begin; token < item.end; ++token) step<T>(args, item, s, token, s.state, pitch, s.state, pitch);
+  auto* const to = static_cast<T*>(item.narrow_to);
+  for (int64_t r = 0; r < rows && to != nullptr; ++r) convert(s.state + r * pitch, to + r * stride, width);
+}
+
 template <class T>
 void run_typed(const CpuPlan& plan, int64_t index, float* floats) {
   const Args& args = plan.args;
   const Item item = item_at(plan, index);
   const Scratch s = carve(plan, floats);
-  const int64_t tokens = item.end - item.begin;
-  if (tokens == 0 && item.to != nullptr && item.to != item.from) {
+  const int64_t tokens = item.end - item.begin, width = args.key_width;
+  for (int64_t c = 0; c < s.pitch && args.divides; c += kLanes)
+    store(s.norm + c, item.norm_from != nullptr && c < width ? load_part(item.norm_from + c, width - c) : Vec{});
+  if (args.narrow_states) {
+    run_narrow_steps<T>(args, item, s);
+  } else if (tokens == 0 && item.to != nullptr && item.to != item.from) {
     import_state(args, item, s);
     export_state(args, item, s);
-  } else if (tokens < kFewTokens || args.decay_per_key) {
+  } else if (tokens < kFewTokens || args.decay_per_key || args.divides) {
     run_steps<T>(args, item, s);
   } else {
     run_chunks<T>(args, item, s);
   }
+  if (item.norm_to != nullptr) convert(s.norm, item.norm_to, width);
 }
 
 // Gradients, in chunks of kChunk tokens. With the matrices above, K' = exp(gc) K, K" = exp(gc_C - gc) K, Q' = scale exp(gc) Q, a
@@ -814,15 +859,18 @@ template <class T>
 void forwards(const Args& args, const Item& item, const GradScratch& s, int64_t token, int64_t n, const Held& held, float* to) {
   take_chunk<T>(args, item, s, token, n);
   turn(s.key, s.pitch, kPanel, n, args.key_width, s.key_t, kChunk, kPanel);
-  scores_of(args, s, s.key, false, n, held.products);
-  multiply_rows(s.key, s.prefix, 1.0f, n * s.pitch, s.scaled);
-  times_state(args, s, s.scaled, held.state, n, held.missing);
+  if (args.delta) {
+    scores_of(args, s, s.key, false, n, held.products);
+    multiply_rows(s.key, s.prefix, 1.0f, n * s.pitch, s.scaled);
+    times_state(args, s, s.scaled, held.state, n, held.missing);
+  }
   for (int64_t t = 0; t < n; ++t) {
     take_values(row_of<const T>(args.value, args.value_strides, item.batch, item.state_head, token + t), args.value_width,
                 s.width, s.value);
     float* const row = held.missing + t * s.width;
-    for (int64_t c = 0; c < s.width; c += kLanes) store(row + c, load(s.value + c) - load(row + c));
-    for (int c = 0; c < kChunk; c += kLanes) {
+    for (int64_t c = 0; c < s.width; c += kLanes)
+      store(row + c, args.delta ? load(s.value + c) - load(row + c) : load(s.value + c));
+    for (int c = 0; c < kChunk && args.delta; c += kLanes) {
       const VecInt earlier = lane_numbers(c) < static_cast<float>(t);
       store(s.system + t * kChunk + c, select(earlier, load(held.products + t * kChunk + c) * -load(s.beta + c), Vec{}));
     }
@@ -831,7 +879,7 @@ void forwards(const Args& args, const Item& item, const GradScratch& s, int64_t 
   system.system = s.system;
   system.update = held.missing;
   system.width = s.width;
-  solve(system, n, s.width);
+  if (args.delta) solve(system, n, s.width);
   if (to == nullptr) return;
   for (int64_t t = 0; t < n; ++t)
     for (int64_t c = 0; c < s.width; c += kLanes)
@@ -986,25 +1034,27 @@ void backwards(const GradPlan& plan, const Item& item, const GradScratch& s, int
     }
   }
 
-  solve_turned(s, held.products, n);
+  if (args.delta) solve_turned(s, held.products, n);
   for (int64_t t = 0; t < n; ++t) {
     float *const y = s.grad_update + t * s.width, *const v = s.value + t * s.width;
     const int64_t at =
         item.batch * args.beta_strides.batch + item.state_head * args.beta_strides.head + (token + t) * args.beta_strides.token;
-    grad.grad_beta[at] = dot(y, held.missing + t * s.width, s.width);
+    if (grad.grad_beta != nullptr) grad.grad_beta[at] = dot(y, held.missing + t * s.width, s.width);
     for (int64_t c = 0; c < s.width; c += kLanes) store(v + c, load(y + c) * s.beta[t]);
     convert(v, row_of<T>(grad.grad_value, args.value_strides, item.batch, item.state_head, token + t), args.value_width);
   }
-  pair_factors(args, s, 0.0f, -1.0f, n);
-  times_turned(args, s, s.value, n, s.found);
-  multiply_rows(s.found, s.prefix, -1.0f, n * s.pitch, s.found);
-  for (int64_t i = 0; i < n * s.pitch; i += kLanes) {
-    store(s.grad_key + i, load(s.grad_key + i) + load(s.found + i));
-    store(s.rows + i, fma(load(s.key + i), load(s.found + i), load(s.rows + i)));
+  if (args.delta) {  // what the rule reads from the state under the key
+    pair_factors(args, s, 0.0f, -1.0f, n);
+    times_turned(args, s, s.value, n, s.found);
+    multiply_rows(s.found, s.prefix, -1.0f, n * s.pitch, s.found);
+    for (int64_t i = 0; i < n * s.pitch; i += kLanes) {
+      store(s.grad_key + i, load(s.grad_key + i) + load(s.found + i));
+      store(s.rows + i, fma(load(s.key + i), load(s.found + i), load(s.rows + i)));
+    }
+    multiply_rows(s.key, s.prefix, -1.0f, n * s.pitch, s.scaled);
+    add_to_state(args, s, s.value, n, s.grad_state);
+    scores_backward(args, s, s.key, false, held.products, n, s.grad_key);
   }
-  multiply_rows(s.key, s.prefix, -1.0f, n * s.pitch, s.scaled);
-  add_to_state(args, s, s.value, n, s.grad_state);
-  scores_backward(args, s, s.key, false, held.products, n, s.grad_key);
   if (grad.grad_log_decay != nullptr) give_decays(grad, item, s, token, n);
   for (int64_t t = 0; t < n; ++t) {
     float* const row = s.grad_key + t * s.pitch;

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kScoreThreads) ScoresKernel(const __grid_const
           half == 0 || (t > s && t / half % 2 == 1 && (t ^ s) < 2 * half && (t ^ s) >= half) || (half == 1 && t <= s);
       if (!mine || (!of_rows && !first)) continue;
       float dot = 0.0f;
-      if (t > s || (t == s && of_rows)) {
+      if ((t > s && (of_rows || args.delta)) || (t == s && of_rows)) {
         const bool far = half > 0 && t > s;
         const float* const x = (of_rows ? far ? far_queries : queries : far ? far_keys : keys) + t * pitch;
         const float* const y = (far ? far_keys : keys) + s * pitch;
@@ -369,7 +369,9 @@ __global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_co
     }
     for (int i = d; i < kSquare; i += threads) s.squares[i] = plan.key_scores[(slot * args.v_heads + head) * kSquare + i];
     if (d < kChunk)
-      s.beta[d] = token + d < tokens.end ? *row_of<float>(args.beta, args.beta_strides, batch, head, token + d) : 0.0f;
+      s.beta[d] = token + d >= tokens.end ? 0.0f
+                  : args.beta == nullptr  ? 1.0f
+                                          : *row_of<float>(args.beta, args.beta_strides, batch, head, token + d);
   };
   // Rows of a tensor with value's width, 0 behind the tokens and behind V.
   const auto take_columns = [&](const void* data, const Strides& strides, int64_t of_head, int64_t token, float* to) {
@@ -404,7 +406,12 @@ __global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_co
 #pragma unroll
       for (int t = 0; t < kChunk; ++t) s.rows[t * (threads + 1) + d] = keys[t] * (product *= decays[t]);
       __syncthreads();
-      times_state(s.rows, s.state, threads, columns, true, s.given, s.missing);
+      if (args.delta) times_state(s.rows, s.state, threads, columns, true, s.given, s.missing);
+      else
+        for (int i = d; i < kChunk * columns; i += threads) {
+          const int at = i / columns * wide + i % columns;
+          s.missing[at] = s.given[at];
+        }
       __syncthreads();
       for (int c = d; c < columns; c += threads) {  // W = (I + N diag(beta))^-1 W
         float solved[kChunk];
@@ -509,7 +516,7 @@ __global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_co
             }
           }
           __syncthreads();
-          if (d < kChunk && token + d < tokens.end) {
+          if (grad.grad_beta != nullptr && d < kChunk && token + d < tokens.end) {
             float sum = 0.0f;
             for (int c = 0; c < columns; ++c) sum += s.grad_update[d * wide + c];
             plan.beta_parts[((slice * args.batch + batch) * args.v_heads + head) * args.tokens + token + d] = sum;
@@ -517,24 +524,29 @@ __global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_co
 #pragma unroll
           for (int t = 0; t < kChunk; ++t) rows[t] = keys[t];
         }
-        pair_factors(s, threads, columns, of_query ? 1 : 0, of_query ? 1.0f : -1.0f);
-        times_own_row(s.given, own_state, columns, grad_rows);
-        float product = of_query ? 1.0f : -1.0f;
+        if (of_query || args.delta) {
+          pair_factors(s, threads, columns, of_query ? 1 : 0, of_query ? 1.0f : -1.0f);
+          times_own_row(s.given, own_state, columns, grad_rows);
+          float product = of_query ? 1.0f : -1.0f;
 #pragma unroll
-        for (int t = 0; t < kChunk; ++t) {
-          product *= decays[t];
-          grad_rows[t] *= product;
-          factors[t] = rows[t] * product;
-        }
-        float later = 0.0f;
+          for (int t = 0; t < kChunk; ++t) {
+            product *= decays[t];
+            grad_rows[t] *= product;
+            factors[t] = rows[t] * product;
+          }
+          float later = 0.0f;
 #pragma unroll
-        for (int t = kChunk - 1; t >= 0; --t) {
-          later += rows[t] * grad_rows[t];
-          grad_g[t] += later;
+          for (int t = kChunk - 1; t >= 0; --t) {
+            later += rows[t] * grad_rows[t];
+            grad_g[t] += later;
+          }
+          add_to_own_row(s.given, factors, 1.0f, own_grad, columns);
+          __syncthreads();
+          pairs_backward(s.factors, of_query, rows, keys, decays, grad_rows, grad_keys, grad_g);
+        } else {
+#pragma unroll
+          for (int t = 0; t < kChunk; ++t) grad_rows[t] = 0.0f;
         }
-        add_to_own_row(s.given, factors, 1.0f, own_grad, columns);
-        __syncthreads();
-        pairs_backward(s.factors, of_query, rows, keys, decays, grad_rows, grad_keys, grad_g);
         float* to = nullptr;
         if (of_query) {
           to = plan.query_parts + ((slice * args.batch + batch) * args.heads + out_head) * args.tokens * D;
@@ -664,7 +676,7 @@ cudaError_t launch_type(const Plan& plan, cudaStream_t stream) {
     FloatSumsKernel<<<static_cast<unsigned>(blocks < 4096 ? blocks : 4096), kSumThreads, 0, stream>>>(args, parts, plan.slices,
                                                                                                       width, strides, out);
   };
-  sum_floats(plan.beta_parts, 1, args.beta_strides, plan.args.grad_beta);
+  if (plan.args.grad_beta != nullptr) sum_floats(plan.beta_parts, 1, args.beta_strides, plan.args.grad_beta);
   if (plan.args.grad_log_decay != nullptr)
     sum_floats(plan.decay_parts, args.decay_per_key ? args.key_width : 1, args.decay_strides, plan.args.grad_log_decay);
   return cudaGetLastError();
@@ -722,7 +734,7 @@ int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
   plan.borders = ws.scratch<float>(plan.spans > 1 ? args.requests * plan.spans * unit * state_floats : 0);
   plan.query_parts = ws.scratch<float>(plan.slices * rows * args.heads * args.key_width);
   plan.key_parts = ws.scratch<float>(plan.slices * rows * args.v_heads * args.key_width);
-  plan.beta_parts = ws.scratch<float>(plan.slices * rows * args.v_heads);
+  plan.beta_parts = ws.scratch<float>(args.delta ? plan.slices * rows * args.v_heads : 0);
   plan.decay_parts = ws.scratch<float>(
       grad.wants_grad_decay ? plan.slices * rows * args.v_heads * (args.decay_per_key ? args.key_width : 1) : 0);
   if (ws.counting()) return cudaSuccess;

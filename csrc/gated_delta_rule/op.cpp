@@ -121,6 +121,7 @@ Args common_args(const Call& call, const Tensor& offsets, float scale, bool norm
   args.cu_seqlens = offsets.as<const int32_t>();
   args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
   args.decay_per_key = call.inputs[kLogDecay].rank == 4;
+  args.delta = true;
   args.normalize = normalize;
   args.state_v_first = state_v_first;
   args.batch = call.dims[kDimB];
@@ -161,32 +162,18 @@ Status check_values(const Call& call, bool strict) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  CpuPlan plan = {};
-  plan.args = make_args(call);
-  const Args& args = plan.args;
-  // Each range of columns repeats what is the same for all columns: only where there are too few states.
-  const int64_t states = args.requests * args.v_heads, threads = target.threads->count();
-  const int64_t blocks = ceil_div(args.value_width, kRangeColumns);
-  plan.range_width = ceil_div(blocks, std::min(blocks, ceil_div(threads, states))) * kRangeColumns;
-  plan.ranges = ceil_div(args.value_width, plan.range_width);
-  const int64_t items = states * plan.ranges;
-  const double cost = 3.0 * double(args.batch * args.tokens * args.v_heads) * double(args.key_width * args.value_width);
-  const int64_t workers = std::clamp<int64_t>(static_cast<int64_t>(cost / kMinWorkerCost), 1, std::min(threads, items));
-  const int64_t floats = round_up(select_scratch_floats()(plan), int64_t{64});
-  float* scratch = ws.scratch<float>(workers * floats);
+  const Args args = make_args(call);
   const bool pool = call.inputs[kStateIndex].present();
   uint8_t* named = ws.scratch<uint8_t>(pool ? args.state_rows : 0);
-  if (ws.counting()) return {};
-
-  if (pool) {
-    name_pool_rows(args.state_index, args.requests, args.state_rows, named);
-    keep_other_rows(*target.threads, call.inputs[kInitialState], call.outputs[kOutFinalState], named);
+  if (!ws.counting()) {
+    if (pool) {
+      name_pool_rows(args.state_index, args.requests, args.state_rows, named);
+      keep_other_rows(*target.threads, call.inputs[kInitialState], call.outputs[kOutFinalState], named);
+    }
+    if (args.cu_seqlens != nullptr && !covers_all_tokens(args.cu_seqlens, args.requests, args.tokens))
+      zero(call.outputs[kOutOutput]);
   }
-  if (args.cu_seqlens != nullptr && !covers_all_tokens(args.cu_seqlens, args.requests, args.tokens))
-    zero(call.outputs[kOutOutput]);
-  const auto kernel = select_run_item();
-  run_items(*target.threads, items, workers,
-            [&](int64_t index, int64_t worker) { kernel(plan, index, scratch + worker * floats); });
+  run_states(args, target, ws);
   return {};
 }
 
@@ -212,6 +199,56 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
+void run_states(const Args& args, const CpuTarget& target, Workspace& ws) {
+  CpuPlan plan = {};
+  plan.args = args;
+  // Each range of columns repeats what is the same for all columns: only where there are too few states.
+  const int64_t states = args.requests * args.v_heads, threads = target.threads->count();
+  const int64_t blocks = ceil_div(args.value_width, kRangeColumns);
+  const int64_t parts = args.divides ? 1 : std::min(blocks, ceil_div(threads, states));  // a norm has one writer
+  plan.range_width = ceil_div(blocks, parts) * kRangeColumns;
+  plan.ranges = ceil_div(args.value_width, plan.range_width);
+  const int64_t items = states * plan.ranges;
+  const double cost = 3.0 * double(args.batch * args.tokens * args.v_heads) * double(args.key_width * args.value_width);
+  const int64_t workers = std::clamp<int64_t>(static_cast<int64_t>(cost / kMinWorkerCost), 1, std::min(threads, items));
+  const int64_t floats = round_up(select_scratch_floats()(plan), int64_t{64});
+  float* scratch = ws.scratch<float>(workers * floats);
+  if (ws.counting()) return;
+  const auto kernel = select_run_item();
+  run_items(*target.threads, items, workers,
+            [&](int64_t index, int64_t worker) { kernel(plan, index, scratch + worker * floats); });
+}
+
+void run_grads(const GradArgs& args, const CpuTarget& target, Workspace& ws) {
+  constexpr int64_t kSpanFloats = int64_t{1} << 20;  // states before chunks that a worker holds at least
+  GradPlan plan = {};
+  plan.args = args;
+  const Args& in = plan.args.in;
+  const int64_t items = in.requests * in.v_heads, threads = target.threads->count(), rows = in.batch * in.tokens;
+  const int64_t chunks = std::max<int64_t>(ceil_div(in.tokens, kGradChunk), 1);
+  const int64_t even = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
+  plan.span_chunks = std::min(chunks, std::max<int64_t>({even, kSpanFloats / (in.key_width * in.value_width), 2}));
+  plan.spans = ceil_div(chunks, plan.span_chunks);
+  const double cost = 9.0 * double(rows * in.v_heads) * double(in.key_width * in.value_width);
+  const int64_t workers = std::clamp<int64_t>(static_cast<int64_t>(cost / kMinWorkerCost), 1, std::min(threads, items));
+  const int64_t floats = round_up(select_grad_scratch_floats()(plan), int64_t{64});
+  float* scratch = ws.scratch<float>(workers * floats);
+  const bool query_shared = in.heads > in.q_heads, key_shared = in.v_heads > in.k_heads;
+  float* query_parts = ws.scratch<float>(query_shared ? rows * in.heads * in.key_width : 0);
+  float* key_parts = ws.scratch<float>(key_shared ? rows * in.v_heads * in.key_width : 0);
+  if (ws.counting()) return;
+
+  if (query_shared) plan.query_parts = query_parts;
+  if (key_shared) plan.key_parts = key_parts;
+  const auto kernel = select_run_grad_item();
+  const auto phase = [&](GradPhase which, int64_t count) {
+    run_items(*target.threads, count, workers,
+              [&](int64_t index, int64_t worker) { kernel(plan, which, index, scratch + worker * floats); });
+  };
+  phase(GradPhase::kStates, items);
+  if (query_shared || key_shared) phase(GradPhase::kSums, rows);
+}
+
 const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda, uint64_t{1} << kKey};
 
 }  // namespace leanfleet::gated_delta_rule
@@ -222,7 +259,6 @@ namespace {
 
 using namespace gated_delta_rule;  // what the two operators share; names of this one come first
 
-constexpr int64_t kSpanFloats = int64_t{1} << 20;  // states before chunks that a worker holds at least
 
 GradArgs make_args(const Call& call) {
   GradArgs args = {};
@@ -245,36 +281,13 @@ Status check_values(const Call& call, bool strict) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  GradPlan plan = {};
-  plan.args = make_args(call);
-  const Args& in = plan.args.in;
-  const int64_t items = in.requests * in.v_heads, threads = target.threads->count(), rows = in.batch * in.tokens;
-  const int64_t chunks = std::max<int64_t>(ceil_div(in.tokens, kGradChunk), 1);
-  const int64_t even = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
-  plan.span_chunks = std::min(chunks, std::max<int64_t>({even, kSpanFloats / (in.key_width * in.value_width), 2}));
-  plan.spans = ceil_div(chunks, plan.span_chunks);
-  const double cost = 9.0 * double(rows * in.v_heads) * double(in.key_width * in.value_width);
-  const int64_t workers = std::clamp<int64_t>(static_cast<int64_t>(cost / kMinWorkerCost), 1, std::min(threads, items));
-  const int64_t floats = round_up(select_grad_scratch_floats()(plan), int64_t{64});
-  float* scratch = ws.scratch<float>(workers * floats);
-  const bool query_shared = in.heads > in.q_heads, key_shared = in.v_heads > in.k_heads;
-  float* query_parts = ws.scratch<float>(query_shared ? rows * in.heads * in.key_width : 0);
-  float* key_parts = ws.scratch<float>(key_shared ? rows * in.v_heads * in.key_width : 0);
-  if (ws.counting()) return {};
-
-  if (query_shared) plan.query_parts = query_parts;
-  if (key_shared) plan.key_parts = key_parts;
-  if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
+  const GradArgs args = make_args(call);
+  const Args& in = args.in;
+  if (!ws.counting() && in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
     for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradBeta}) zero(call.outputs[output]);
-    if (plan.args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
+    if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
   }
-  const auto kernel = select_run_grad_item();
-  const auto phase = [&](GradPhase which, int64_t count) {
-    run_items(*target.threads, count, workers,
-              [&](int64_t index, int64_t worker) { kernel(plan, which, index, scratch + worker * floats); });
-  };
-  phase(GradPhase::kStates, items);
-  if (query_shared || key_shared) phase(GradPhase::kSums, rows);
+  run_grads(args, target, ws);
   return {};
 }
 

@@ -150,7 +150,18 @@ __device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][k
   copy_16_bytes(to, solved, 2 * kSquareBytes, 32 * warp + lane, kThreads);
 }
 
-// Records where key dimensions have decays of their own: a state has one head of the output.
+// Where key dimensions have decays of their own a state has one head of the output. The beta of a chunk's token, 0 past its last,
+// and the factor of its query. Without `delta` M is 0, and so are the keys that read from the state.
+__device__ __forceinline__ float beta_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
+  if (t >= chunk.tokens) return 0.0f;
+  return args.beta != nullptr ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 1.0f;
+}
+__device__ __forceinline__ float scale_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
+  if (args.row_factors == nullptr || t >= chunk.tokens) return args.scale;
+  return args.scale * __ldg(args.row_factors + (chunk.batch * args.heads + head) * args.tokens + chunk.token + t);
+}
+
+// Records where key dimensions have decays of their own.
 template <int kD>
 __device__ __forceinline__ KeySystem<kD>& key_system(const Prompt& prompt, int64_t slot, int64_t head) {
   return static_cast<KeySystem<kD>*>(prompt.systems)[slot * prompt.args.v_heads + head];

@@ -124,7 +124,7 @@ struct KeyChunk {
       for (int i = 0; i < 8; i += 2) squares += x[i] * x[i] + x[i + 1] * x[i + 1];
     }
     if (kShare == 2) squares += __shfl_xor_sync(kFullWarp, squares, 1);
-    const float scale = of_keys ? 1.0f : prompt.args.scale;
+    const float scale = of_keys ? 1.0f : scale_of(prompt.args, chunk, head, row);
     const float factor = prompt.args.normalize ? scale * rsqrtf(squares + kUnitRowEps) : scale;
     if (thread % kShare == 0) (of_keys ? s.key : s.query)[row] = factor;
     const float size = factor * factor * squares;
@@ -153,7 +153,7 @@ struct KeyChunk {
       store_planes<Plane>(at(L::kKeys), at(L::kKeys + L::kRows), t, column, row.x, row.y);
       store_planes<Plane>(at(L::kQueries), at(L::kQueries + L::kRows), t, column, query_row.x, query_row.y);
       store_planes<Plane>(at(L::kColumns), at(L::kColumns + L::kRows), t, column, of_column.x, of_column.y);
-      send_planes<T>(to.from_state, t, column, times(from_begin, row));
+      send_planes<T>(to.from_state, t, column, prompt.args.delta ? times(from_begin, row) : make_float2(0.0f, 0.0f));
       send_planes<T>(to.to_state, t, column, times(to_end, of_column));
       const float2 sent = times(from_begin, query_row);
       *reinterpret_cast<uint32_t*>(to_queries + place) = pack_pair(T{}, sent.x, sent.y);
@@ -229,7 +229,8 @@ struct KeyChunk {
       for (int r = 0; r < 2; ++r) {
         const int of_block = fragment_row(lane, 2 * r), first = 8 * n + fragment_column(lane, 0);
         const int row = kBlock * of.rows + of_block, key = kBlock * of.keys + first;
-        const float2 x = times(-s.beta[row], make_float2(m[n][2 * r], m[n][2 * r + 1]));
+        float2 x = times(-s.beta[row], make_float2(m[n][2 * r], m[n][2 * r + 1]));
+        if (!prompt.args.delta) x = make_float2(0.0f, 0.0f);
         float2 y = make_float2(p[n][2 * r], p[n][2 * r + 1]);
         if (pair < kBefore) {
           store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
@@ -265,10 +266,7 @@ struct KeyChunk {
       load_rows<kD>(maps.query, at(L::kQueries), chunk, static_cast<int>(head) / prompt.of_query,
                     shared_address(&s.queries_full));
     }
-    if (thread < kChunk)
-      s.beta[thread] = thread < chunk.tokens
-                           ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + thread))
-                           : 0.0f;
+    if (thread < kChunk) s.beta[thread] = beta_of(args, chunk, head, thread);
     float2 w[kBlock];
     const bool mild = load_decays(w);
     __syncthreads();

@@ -155,7 +155,9 @@ struct KeyChunk {
   __device__ __forceinline__ void send_keys(const Columns& c) const {
     const int block = c.first_token / kBlock;
     KeySystem<kD>& to = system();
-    from_first(c, whole_blocks(0, block, c.column), [&](int t, float2 x) { send_planes<T>(to.from_state, t, c.column, x); });
+    const bool delta = prompt.args.delta;
+    from_first(c, whole_blocks(0, block, c.column),
+               [&](int t, float2 x) { send_planes<T>(to.from_state, t, c.column, delta ? x : make_float2(0.0f, 0.0f)); });
     to_last(c, whole_blocks(block + 1, kBlocks, c.column),
             [&](int t, float2 x) { send_planes<T>(to.to_state, t, c.column, x); });
     if (block == 0) *reinterpret_cast<float2*>(&to.kept[c.column]) = whole_blocks(0, kBlocks, c.column);
@@ -199,7 +201,7 @@ struct KeyChunk {
         m += __shfl_xor_sync(kFullWarp, m, offset);
         p += __shfl_xor_sync(kFullWarp, p, offset);
       }
-      if (part == 0 && from < to) s.diagonal[block][to][from] = -s.beta[row] * s.key[row] * by * m;
+      if (part == 0 && from < to) s.diagonal[block][to][from] = prompt.args.delta ? -s.beta[row] * s.key[row] * by * m : 0.0f;
       if (part == 1) {
         const T rounded = static_cast<T>(from <= to ? s.query[row] * by * p : 0.0f);
         store_2_bytes(at(L::kScores) + element_offset(row, first + from), *reinterpret_cast<const uint16_t*>(&rounded));
@@ -248,7 +250,8 @@ struct KeyChunk {
             store_pair(at(L::kScores), row, column, pack_pair(T{}, c[n][2 * r], c[n][2 * r + 1]));
           } else {
             const float by = -s.beta[row];
-            store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, column, by * c[n][2 * r], by * c[n][2 * r + 1]);
+            const float2 x = prompt.args.delta ? make_float2(by * c[n][2 * r], by * c[n][2 * r + 1]) : make_float2(0.0f, 0.0f);
+            store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, column, x.x, x.y);
           }
         }
     }
@@ -275,9 +278,7 @@ struct KeyChunk {
       if (thread < kThreads) clear_above(at(L::kSolved), thread), clear_above(at(L::kSolved + kSquareBytes), thread);
     } else {
       const int t = of_queries;
-      if (t < kChunk)
-        s.beta[t] =
-            t < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 0.0f;
+      if (t < kChunk) s.beta[t] = beta_of(args, chunk, head, t);
       for (int i = 16 * t; i < kSquareBytes; i += 16 * 2 * kD)  // what is above the diagonal stays 0
         store_16_bytes(at(L::kScores + i), make_uint4(0, 0, 0, 0));
     }
@@ -287,7 +288,8 @@ struct KeyChunk {
     __syncthreads();
     if (thread < kChunk) s.key[thread] = row_factor<T, kD>(at(0), thread, args.normalize, 1.0f);
     if (of_queries >= 0 && of_queries < kChunk)
-      s.query[of_queries] = row_factor<T, kD>(at(L::kQueries), of_queries, args.normalize, args.scale);
+      s.query[of_queries] =
+          row_factor<T, kD>(at(L::kQueries), of_queries, args.normalize, scale_of(args, chunk, head, of_queries));
     __syncthreads();
     if (has_keys()) {
       make_keys(c);

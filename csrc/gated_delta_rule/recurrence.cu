@@ -135,7 +135,7 @@ struct Token {
       query[j] = load_four(queries, j * kGroupRows + row, D, vectors.keys);
     }
     value = load_four(row_of<T>(args.value, args.value_strides, batch, head, token), column, V, vectors.values);
-    beta = __ldg(row_of<float>(args.beta, args.beta_strides, batch, head, token));
+    beta = args.beta != nullptr ? __ldg(row_of<float>(args.beta, args.beta_strides, batch, head, token)) : 1.0f;
     log_decay = args.log_decay != nullptr && !args.decay_per_key
                     ? __ldg(row_of<float>(args.log_decay, args.decay_strides, batch, head, token))
                     : 0.0f;
@@ -158,6 +158,10 @@ __device__ __forceinline__ float scattered_sums(const float (&low)[4], const flo
   for (int i = 0; i < 2; ++i)
     two[i] = (second ? four[i + 2] : four[i]) + __shfl_xor_sync(kAll, second ? four[i] : four[i + 2], 8);
   return (odd ? two[1] : two[0]) + __shfl_xor_sync(kAll, odd ? two[0] : two[1], 4);
+}
+
+__device__ __forceinline__ float row_factor(const Args& args, int64_t batch, int64_t head, int64_t token) {
+  return args.row_factors != nullptr ? __ldg(args.row_factors + (batch * args.heads + head) * args.tokens + token) : 1.0f;
 }
 
 // kGroups: key dimensions over 32, rounded up. A CTA has up to kWarps warps of neighbouring columns.
@@ -219,7 +223,7 @@ __global__ void __launch_bounds__(kWarps * 32, kGroups <= 4 ? 2 : 1)
         }
       }
     }
-    float of_key = 1.0f, of_query = args.scale;
+    float of_key = 1.0f, of_query = args.scale * row_factor(args, batch, first_head, token);
     if (args.normalize) {
       of_key = rsqrtf(over_rows(keys) + kUnitRowEps);
       of_query *= rsqrtf(over_rows(queries) + kUnitRowEps);
@@ -230,7 +234,8 @@ __global__ void __launch_bounds__(kWarps * 32, kGroups <= 4 ? 2 : 1)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float of_state = __shfl_sync(kAll, sum, 4 * c + lane % 4);
-      update[c] = of_key * now.beta * (static_cast<float>(now.value.element[c]) - of_key * of_state);
+      const float value = static_cast<float>(now.value.element[c]);
+      update[c] = of_key * now.beta * (args.delta ? value - of_key * of_state : value);
     }
 #pragma unroll
     for (int j = 0; j < kGroups; ++j)
@@ -256,7 +261,8 @@ __global__ void __launch_bounds__(kWarps * 32, kGroups <= 4 ? 2 : 1)
           for (int c = 0; c < 4; ++c) sums[c] += q * state.x[j][i][c];
         }
       }
-      const float factor = args.normalize ? args.scale * rsqrtf(over_rows(squares) + kUnitRowEps) : args.scale;
+      const float scale = args.scale * row_factor(args, batch, first_head + h, token);
+      const float factor = args.normalize ? scale * rsqrtf(over_rows(squares) + kUnitRowEps) : scale;
       const float of_state = scattered_sums(sums, sums, lane);
       if (writes) output[h * args.output_strides.head] = static_cast<T>(factor * of_state);
     }
@@ -322,13 +328,13 @@ int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws)
     const cudaError_t error = keep_what_is_not_named(args, stream);
     if (error != cudaSuccess) return error;
   }
-  if (prompt_fits(args, target)) {
+  if (!args.token_by_token && prompt_fits(args, target)) {
     bool launched = false;
     const int failed = launch_prompt(args, target, ws, &launched);
     if (failed != cudaSuccess || launched) return failed;
   }
   if (ws.counting()) return cudaSuccess;
-  if (chunked_fits(args, target.device)) return launch_chunked(args, target);
+  if (!args.token_by_token && chunked_fits(args, target.device)) return launch_chunked(args, target);
   return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, stream); });
 }
 

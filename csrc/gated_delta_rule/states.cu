@@ -797,6 +797,7 @@ int64_t all_slots(const Args& args) {
 
 bool prompt_fits(const Args& args, const CudaTarget& target) {
   if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return false;
+  if (!args.delta && !args.decay_per_key) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;

@@ -14,7 +14,17 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import reference
-from support import attention_cases, conv_cases, delta_cases, gate_cases, linear_cases, merging_cases, quantised_cases, ranks
+from support import (
+    attention_cases,
+    conv_cases,
+    delta_cases,
+    gate_cases,
+    key_decay_cases,
+    linear_cases,
+    merging_cases,
+    quantised_cases,
+    ranks,
+)
 from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.kernels import run_kernel
@@ -150,16 +160,18 @@ def test_causal_conv(causal_conv, dtype):
 
 
 @pytest.fixture(scope="module")
-def delta_rule(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule", "GatedDeltaRuleGrad"])
-
-
-@pytest.fixture(scope="module")
 def linear_decay(tmp_path_factory):
+    """With the delta rule, whose kernels have decays of key dimensions."""
     templates = "causal_linear_decay/rows_launch.cu.in", "core/chunk_scan_launch.cu.in"
     instances = [(t, {"TYPE": of}) for t in templates for of in ("float", "__half", "__nv_bfloat16")]
     operators = ["CausalLinearDecay", "CausalLinearDecayGrad", "NormalizedLinearAttention", "NormalizedLinearAttentionGrad"]
+    operators += ["GatedDeltaRule", "GatedDeltaRuleGrad"]
     return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu", "core/row_sums.cu"], instances)
+
+
+@pytest.fixture(scope="module")
+def delta_rule(linear_decay):
+    return linear_decay
 
 
 def check_linear_decay(
@@ -541,6 +553,107 @@ def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_r
             for head in set(range(4)) - set(states):
                 assert torch.equal(x[1, head], clean[name][1, head]), (name, head)
         assert not found["output"][1, states[0]].isfinite().all()
+
+
+# CausalLinearDecay by the delta rule's kernels
+
+
+def check_key_decays(folder, inputs, attrs, in_place=False, **options):
+    name = key_decay_cases.NAMES["grad_output" in inputs]
+    given = {name: x.clone() for name, x in inputs.items()}
+    found = run_simulated(folder, name, given, attrs, in_place=in_place, **options)
+    key_decay_cases.assert_near(found, inputs, attrs)
+    if "state_index" in inputs:
+        others = [row for row in range(len(inputs["initial_state"])) if row not in inputs["state_index"].tolist()]
+        assert torch.equal(found["final_state"][others], inputs["initial_state"][others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_key_decays_token_by_token(linear_decay, dtype):
+    """Steps and prompts, odd widths, both orders of the state, shared heads, norms, pools, states of 16 bits."""
+
+    def check(n, normalize=0, in_place=False, **case):
+        inputs = key_decay_cases.make(n, dtype=dtype, state=True, normalize=normalize, **{"decay": "key"} | case)
+        if case.get("pool"):
+            inputs["state_index"][1] = 17  # outside of the pool
+        attrs = {"state_v_first": case.get("v_first", 0), "layout": case.get("layout", "bhnd"), "scale": 0.3}
+        attrs |= {"return_state": 1, "normalize": normalize, "algorithm": "causal_dot_product" if n > 16 else "auto"}
+        check_key_decays(linear_decay, inputs, attrs, in_place)
+
+    check(1, d=64, dv=20, v_first=1)
+    check(5, d=20, dv=7, heads=(2, 2, 6), layout="bnhd")
+    check(3, d=5, dv=48, heads=(8, 2, 4), v_first=1, beta=False)
+    check(40, d=70, dv=33, b=1, decay="mixed", v_first=1)
+    check(3, d=64, dv=32, b=3, pool=True, normalize=1, in_place=True)
+    check(20, d=16, dv=12, heads=(6, 2, 2), normalize=1, v_first=1, layout="bnhd")
+    check(30, d=16, dv=12, packed=[2, 3, 3, 20, 27], normalize=1, pool=True)
+    if dtype != "float32":
+        check(1, d=24, dv=12, b=3, pool=True, narrow=True, v_first=1)
+        check(20, d=16, dv=20, narrow=True, normalize=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ("key", "edge", "mixed"))
+def test_key_decays_on_hopper(linear_decay, decay):
+    """Prompts in bfloat16 on tensor cores: ends of chunks, several windows and slices, packed requests, norms."""
+    before = products(linear_decay, "group_products")
+    for n, heads, d, dv, options in (
+        (64, (1, 1, 1), 64, 64, {}),
+        (150, (1, 1, 3), 128, 72, dict(v_first=1, beta=False)),
+        (130, (2, 2, 2), 96, 24, dict(normalize=True)),
+        (400, (2, 1, 2), 32, 40, dict(packed=[3, 3, 4, 67, 131, 196, 396], pool=True, v_first=1)),
+    ):
+        inputs = key_decay_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype="bfloat16", decay=decay, state=True, **options)
+        attrs = {"return_state": 1, "state_v_first": options.get("v_first", 0), "normalize": int(options.get("normalize", 0))}
+        check_key_decays(linear_decay, inputs, attrs)
+    assert products(linear_decay, "group_products") > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_states_of_linear_decay_in_the_other_order(linear_decay, dtype):
+    """Decays of heads and tokens: steps, and prompts on each algorithm's kernels."""
+    for n, decay, options, attrs in (
+        (1, "head", dict(d=24, dv=12, pool=True), {}),
+        (5, "token", dict(d=64, dv=20, packed=[0, 2, 2, 5]), {}),
+        (1, None, dict(d=16, dv=8, normalize=True, pool=True), {}),
+        (40, "token", dict(d=16, dv=8, normalize=True), {"algorithm": "fleet"}),
+        (40, "head", dict(d=16, dv=8, normalize=True), {"algorithm": "causal_dot_product"}),
+        (70, "token", dict(d=24, dv=12, layout="bnhd", narrow=dtype != "float32"), {"algorithm": "lightning"}),
+    ):
+        inputs = key_decay_cases.make(n, dtype=dtype, decay=decay, state=True, v_first=1, **options)
+        attrs = attrs | {"return_state": 1, "state_v_first": 1, "layout": options.get("layout", "bhnd")}
+        check_key_decays(linear_decay, inputs, attrs | {"normalize": int(options.get("normalize", 0))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_key_decays_grad(linear_decay, dtype):
+    for n, decay, options in (
+        (1, "key", dict(d=5, dv=7)),
+        (17, "mixed", dict(d=32, dv=24, v_first=1)),
+        (50, "key", dict(d=20, dv=70, b=1, heads=(1, 1, 2))),
+        (20, "key", dict(d=16, dv=24, heads=(4, 2, 2), layout="bnhd", v_first=1)),
+        (90, "key", dict(d=16, dv=20, heads=(2, 1, 4), packed=[2, 3, 3, 40, 57, 88])),
+    ):
+        inputs = key_decay_cases.make(n, dtype=dtype, decay=decay, state=True, **options)
+        attrs = {"layout": options.get("layout", "bhnd"), "state_v_first": options.get("v_first", 0), "scale": 0.3}
+        check_key_decays(linear_decay, *key_decay_cases.grads_of(inputs, attrs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay, packed", (("head", None), ("token", [2, 3, 3, 38])))
+def test_gradients_of_states_in_the_other_order(linear_decay, decay, packed):
+    """The same bits: the states alone are turned."""
+    inputs = key_decay_cases.make(40, decay=decay, packed=packed, d=16, dv=20, state=True)
+    inputs, attrs = key_decay_cases.grads_of(inputs, {})
+    turned = inputs | {name: inputs[name].mT.contiguous() for name in ("initial_state", "grad_final_state")}
+    name = key_decay_cases.NAMES[1]
+    plain, found = (run_simulated(linear_decay, name, x, attrs | {"state_v_first": v}) for x, v in ((inputs, 0), (turned, 1)))
+    assert torch.equal(plain.pop("grad_initial_state"), found.pop("grad_initial_state").mT)
+    for name, x in plain.items():
+        assert torch.equal(found[name], x), name
 
 
 HALF = (torch.float16, torch.bfloat16)

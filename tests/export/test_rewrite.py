@@ -524,6 +524,9 @@ def test_multi_head_attention_left_alone(extra, outputs, attributes, message):
         dict(n=65, chunk_size=32),
         dict(heads=(2, 2, 6)),
         dict(heads=(1, 1, 4), rule="linear", n=1),
+        dict(decay="key"),
+        dict(decay="key", heads=(2, 2, 6), n=1),
+        dict(decay="key", heads=(3, 3, 3), state=False, scale=0.5),
     ],
     ids=str,
 )
@@ -555,8 +558,8 @@ def test_linear_attention_of_opset_27_is_made_loadable():
         (dict(beta=normal(B, 9, HKV)), {}, "the update rule gated has no beta"),
         ({}, dict(update_rule="gated_delta"), "the update rule gated_delta needs beta"),
         ({}, dict(update_rule="momentum"), "update_rule is momentum"),
-        (dict(decay=-np.abs(normal(B, 9, HKV * D))), {}, "may differ inside a head"),
-        (dict(decay=(-np.abs(normal(B, 9, HKV)), [B, 9, "width"])), {}, "width columns for 2 heads"),
+        (dict(decay=-np.abs(normal(B, 9, 3))), {}, "decay has 3 columns for 2 states of 16 rows"),
+        (dict(decay=(-np.abs(normal(B, 9, HKV)), [B, 9, "width"])), {}, "width columns for 2 states"),
         ({}, dict(update_rule="linear"), "update_rule is linear with decay"),
         (dict(query=(normal(B, 9, H * D), [B, 9, "width"])), {}, "scale is 1/sqrt"),
         ({}, dict(state_window=2), "state_window is 2"),
@@ -657,7 +660,8 @@ def delta_net_in_float64(x, a):
             for h in range(states):
                 k, q = key[t, h // (states // heads)], query[t, h // (states // heads)]
                 kept = state[b, h] * np.exp(decay[t, h])
-                state[b, h] = kept + np.outer(beta[t, h] * (value[t, h] - kept @ k), k)
+                missing = value[t, h] - kept @ k if a["update_rule"].endswith("delta") else value[t, h]
+                state[b, h] = kept + np.outer(beta[t, h] * missing, k)
                 output[t, h] = (a.get("scale") or size**-0.5) * (state[b, h] @ q)
     return [output.reshape(*lead, states, value_size).astype(x["query"].dtype), state.astype(np.float32)]
 
@@ -675,6 +679,14 @@ DELTA_NET = [
     dict(dtype=np.float16),
     dict(dtype=np.float16, form="uniform", gate=True, qk_l2_norm=1),
 ]
+# Without the rule.
+GATED_NET = [
+    dict(),
+    dict(decay="key", beta=False),
+    dict(decay="key", form="batch", gate=True, qk_l2_norm=1),
+    dict(decay=None, form="uniform", scale=0.3),
+    dict(dtype=np.float16, decay="key", joined=True),
+]
 
 
 def delta_net_model(inputs, attributes):
@@ -685,11 +697,11 @@ def delta_net_model(inputs, attributes):
     return model
 
 
-@pytest.mark.parametrize("case", DELTA_NET, ids=str)
+@pytest.mark.parametrize("case", [*DELTA_NET, *(dict(case, delta=False) for case in GATED_NET)], ids=str)
 def test_gated_delta_net(case):
     inputs, attributes = delta_net(**case)
     proto, (row,) = rewritten(delta_net_model(inputs, attributes))
-    assert (row.into, row.reason) == ("GatedDeltaRule", None)
+    assert (row.into, row.reason) == ("GatedDeltaRule" if case.get("delta", True) else "CausalLinearDecay", None)
     assert all(n.op_type != "GatedDeltaNet" for n in proto.graph.node)
     expected = delta_net_in_float64(inputs, attributes)
     for library in (True, False):
@@ -719,7 +731,7 @@ def test_gated_delta_net_there_and_back(case):
     "case, change, attributes, message",
     [
         ({}, dict(capture_count=np.ones(3, np.int32)), dict(state_update_capacity=2), "captures transitions"),
-        ({}, {}, dict(update_rule="gated"), "update_rule is gated; GatedDeltaRule has delta"),
+        ({}, {}, dict(update_rule="momentum"), "update_rule is momentum; expected linear, gated, delta or gated_delta"),
         ({}, {}, dict(gate_activation="mamba"), "gate_activation is mamba"),
         ({}, {}, dict(qk_l2_norm=2), "qk_l2_norm is 2; expected 0 or 1"),
         ({}, dict(a_log=normal(4)), {}, "it has a_log: it goes with gate_activation = qwen"),
@@ -1379,10 +1391,10 @@ def test_an_empty_file_and_inline_without_standard(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("decay", [None, "head", "token"])
-@pytest.mark.parametrize("state", [False, True])
-def test_linear_attention_back(layout, decay, state):
-    attributes = dict(layout=layout, scale=0.3, return_state=int(state))
+@pytest.mark.parametrize("decay", [None, "head", "token", "key"])
+@pytest.mark.parametrize("state, v_first", [(False, 0), (True, 0), (True, 1)])
+def test_linear_attention_back(layout, decay, state, v_first):
+    attributes = dict(layout=layout, scale=0.3, return_state=int(state), state_v_first=v_first)
     model, feed = decay_model(attributes, decay=decay, state=state, outputs=("output", "final_state") if state else ("output",))
     proto = is_back(model, feed, "LinearAttention", "com.microsoft")
     again, (row,) = rewritten(proto)

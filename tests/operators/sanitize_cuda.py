@@ -89,9 +89,9 @@ def draw_linear(name, random):
     cases = [case[1:] for case in (*LINEAR.values(), *PACKED_CASES.values()) if case[0] == name]
     present, attrs, rank = random.choice(cases)
     if name == "CausalLinearDecay":
-        attrs = {**attrs, "algorithm": "lightning"}
         if random.random() < 0.5:  # without decay
             present, rank = [p for p in present if p != "log_decay"], None
+        attrs = {**attrs, "algorithm": "auto" if rank == 4 else "lightning"}
     tokens = random.choice((1, 5, 65, 300, 1100))
     offsets = None
     if "cu_seqlens" in present:

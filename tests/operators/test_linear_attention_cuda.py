@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALGORITHMS = ("causal_dot_product", "fleet", "lightning", "auto")
+KEY_ALGORITHMS = ("causal_dot_product", "auto")  # with decays of key dimensions
 STEP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 EDGES = (1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130)
 
@@ -736,7 +737,8 @@ def test_values_that_are_not_finite(case, size, dtype):
     if size[3] == 1 and case in PACKED_CASES:
         return
     name, inputs, attrs = non_finite_inputs(case, size, dtype)
-    for algorithm in ALGORITHMS if name == "CausalLinearDecay" else (None,):
+    per_key = "log_decay" in inputs and inputs["log_decay"].dim() == 4
+    for algorithm in (None,) if name != "CausalLinearDecay" else KEY_ALGORITHMS if per_key else ALGORITHMS:
         own = {**attrs, "algorithm": algorithm} if algorithm else attrs
         non_finite.sweep(name, inputs, own, functools.partial(run_kernel, name, attrs=own), skip=REFUSED, count=2)
 

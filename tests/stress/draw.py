@@ -122,6 +122,8 @@ def _drawn(source, op, runtime):
             if not alternatives:
                 return None
             ranks[t.name] = len(source.choice(alternatives).axes)
+    if ranks.get("log_decay") == 4 and attrs.get("algorithm") in ("fleet", "lightning"):  # not for decays of key dimensions
+        del attrs["algorithm"]
     sizes = draw_sizes(source, op, ranks, attrs, runtime in GPU)
     fit_attributes(attrs, sizes)
     plain = [t.name for t in op.inputs if t.name in ranks and t.type == "T" and not op.name.startswith("GatedDeltaRule")]

@@ -35,7 +35,7 @@ def make(
     seed=0,
 ):
     """Inputs by name. heads: Hq, Hk, Hv. decay: None, "token", "key", "edge" (of key dimensions too, where chunks of 64 tokens lie
-    on either side of what prepare_keys.cu takes), or a number for all tokens. packed: offsets, or True for
+    on either side of what prepare_keys.cu takes), "mixed" (of key dimensions, forgetting all or nothing), or a number for all tokens. packed: offsets, or True for
     four requests, one of them empty. unit: keys of unit length, as the kernels expect where normalize_qk is off. Tokens of no
     request are NaN."""
     g = torch.Generator().manual_seed(seed + n)
@@ -58,6 +58,9 @@ def make(
     elif decay == "key":
         tokens["log_decay"] = -torch.rand(b, v_heads, n, d, generator=g) / 4
         tokens["log_decay"].view(-1)[3::11] = float("-inf")
+    elif decay == "mixed":  # every kind side by side in a row
+        kinds = torch.tensor([float("-inf"), -50.0, -0.3, -1e-6, 0.0])
+        tokens["log_decay"] = kinds[torch.randint(len(kinds), (b, v_heads, n, d), generator=g)]
     elif decay == "edge":
         steepest = torch.rand(b, v_heads, -(-n // 64), 1, generator=g).repeat_interleave(64, 2)[:, :, :n] * 16
         tokens["log_decay"] = -torch.rand(b, v_heads, n, d, generator=g) * steepest
@@ -138,8 +141,8 @@ def with_grads(inputs, attrs, last=True, seed=1):
     return inputs, kept | {"grad_state": 1, "grad_decay": int("log_decay" in inputs)}
 
 
-def _by_reference(inputs, attrs, dtype):
-    op = spec.all_specs()[GRAD if "grad_output" in inputs else NAME]
+def _by_reference(inputs, attrs, dtype, names):
+    op = spec.all_specs()[names["grad_output" in inputs]]
     tensors = [inputs.get(t.name) for t in op.inputs]
     tensors = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
     names = [t.name for t in op.active_outputs(attrs)]
@@ -147,18 +150,18 @@ def _by_reference(inputs, attrs, dtype):
 
 
 @remembered
-def judge(inputs, attrs):
-    """The outputs by name, exactly, and in float32."""
-    return _by_reference(inputs, attrs, torch.float64), _by_reference(inputs, attrs, torch.float32)
+def judge(inputs, attrs, names=(NAME, GRAD)):
+    """The outputs by name, exactly, and in float32. names: of the operator and its gradient."""
+    return tuple(_by_reference(inputs, attrs, dtype, names) for dtype in (torch.float64, torch.float32))
 
 
 def rms(x):
     return x.double().square().mean().sqrt().item()
 
 
-def assert_right(found, inputs, attrs, factor=2.0, roundings=1.2, relative=4 * 2.0**-24):
+def assert_right(found, inputs, attrs, factor=2.0, roundings=1.2, relative=4 * 2.0**-24, names=(NAME, GRAD)):
     """Every output is finite where the exact one is, and as near to it as the module says."""
-    exact, plain = judge({k: v.cpu() for k, v in inputs.items() if v is not None}, attrs)
+    exact, plain = judge({k: v.cpu() for k, v in inputs.items() if v is not None}, attrs, names)
     assert found.keys() == exact.keys()
     for name, right in exact.items():
         got, dtype = found[name].cpu(), found[name].dtype
@@ -176,8 +179,8 @@ PLAIN, PLANES = 4.0, {"float32": 0.0, "float16": 2.0**-20, "bfloat16": 2.0**-15}
 ROUNDINGS = 2.0
 
 
-def assert_near(found, inputs, attrs, factor=PLAIN):
+def assert_near(found, inputs, attrs, factor=PLAIN, names=(NAME, GRAD)):
     planes = PLANES[str(inputs["query"].dtype).removeprefix("torch.")]
     if "grad_output" in inputs:  # some are sums of few elements
         planes = max(planes, 16 * 2.0**-24)
-    assert_right(found, inputs, attrs, factor, ROUNDINGS, planes)
+    assert_right(found, inputs, attrs, factor, ROUNDINGS, planes, names)

@@ -70,7 +70,7 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
     for t in op.inputs:
         if t.name not in present:
             continue
-        axes = op.shape_of(t, present, rank if t.name == "log_decay" else None).ordered(layout)
+        axes = op.shape_of(t, op.given(present, attrs), rank if t.name == "log_decay" else None).ordered(layout)
         x = torch.randn([a.size(dims) for a in axes], generator=generator)
         if t.name == "log_decay":
             x = -x.abs() / 4
@@ -135,11 +135,40 @@ LINEAR = {
     "decay norm carried": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm"], dict(normalize=1, return_state=1), 3),
     "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "state_index"], dict(return_state=1), 1),
     "decay beta": ("CausalLinearDecay", ["log_decay", *STATE, "beta"], dict(return_state=1, layout="bnhd"), 3),
+    "decay per key": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1, layout="bnhd"), 4),
+    "decay per key v first": ("CausalLinearDecay", ["log_decay", *STATE, "beta"], dict(return_state=1, state_v_first=1), 4),
+    "decay per key normalize": (
+        "CausalLinearDecay",
+        ["log_decay", *STATE, "initial_norm"],
+        dict(normalize=1, return_state=1, algorithm="causal_dot_product"),
+        4,
+    ),
+    "decay v first": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1, state_v_first=1), 1),
+    "decay v first pool": (
+        "CausalLinearDecay",
+        ["log_decay", *STATE, "initial_norm", "state_index"],
+        dict(return_state=1, state_v_first=1, normalize=1),
+        3,
+    ),
+    "decay v first plain": ("CausalLinearDecay", [], dict(return_state=1, state_v_first=1, normalize=1), None),
     "grad plain": ("CausalLinearDecayGrad", [], {}, None),
     "grad per head": ("CausalLinearDecayGrad", ["log_decay", *STATE], dict(scale=0.7, grad_decay=1), 1),
     "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state"], dict(grad_decay=1, grad_state=1), 3),
     "grad bnhd": ("CausalLinearDecayGrad", ["log_decay", "grad_final_state"], dict(grad_decay=1, layout="bnhd"), 3),
     "grad of state": ("CausalLinearDecayGrad", ["grad_final_state"], dict(grad_state=1), None),
+    "grad per key": (
+        "CausalLinearDecayGrad",
+        ["log_decay", *STATE, "grad_final_state"],
+        dict(scale=0.7, grad_decay=1, grad_state=1, state_v_first=1),
+        4,
+    ),
+    "grad per key alone": ("CausalLinearDecayGrad", ["log_decay"], dict(layout="bnhd"), 4),
+    "grad v first": (
+        "CausalLinearDecayGrad",
+        ["log_decay", *STATE, "grad_final_state"],
+        dict(grad_decay=1, grad_state=1, state_v_first=1),
+        1,
+    ),
     "normalized plain": ("NormalizedLinearAttention", [], {}, None),
     "normalized unit rows": ("NormalizedLinearAttention", ["coefficients"], dict(normalize_qk=1, layout="bnhd"), None),
     "normalized carried": ("NormalizedLinearAttention", ["coefficients", *SUMS], dict(return_state=1), None),
@@ -158,7 +187,19 @@ PACKED_CASES = {
         dict(return_state=1, normalize=1, layout="bnhd"),
         3,
     ),
+    "decay per key": (
+        "CausalLinearDecay",
+        ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index", "beta"],
+        dict(return_state=1, normalize=1, state_v_first=1),
+        4,
+    ),
     "grad": ("CausalLinearDecayGrad", ["log_decay", *STATE, "cu_seqlens"], dict(grad_decay=1, grad_state=1), 1),
+    "grad per key": (
+        "CausalLinearDecayGrad",
+        ["log_decay", *STATE, "grad_final_state", "cu_seqlens"],
+        dict(grad_decay=1, grad_state=1, state_v_first=1, layout="bnhd"),
+        4,
+    ),
     "grad per token": (
         "CausalLinearDecayGrad",
         ["log_decay", *STATE, "grad_final_state", "cu_seqlens"],

@@ -71,6 +71,15 @@ VARIANTS = {
         (["per_token log_decay", "initial_state", "beta"], {"return_state": 1, "layout": "bnhd"}, {"Hk": 1, "Hv": 4}),
         (["per_token log_decay", "narrow initial_state"], {"return_state": 1, "layout": "bnhd"}, {"N": 1}),
         (["log_decay", "narrow initial_state", "state_index"], {"return_state": 1}, {}),
+        (["per_key log_decay", "initial_state", "beta"], {"return_state": 1, "layout": "bnhd", "state_v_first": 1}, {"N": 40}),
+        (
+            ["per_key log_decay", "cu_seqlens", "initial_state", "initial_norm", "state_index"],
+            {"return_state": 1, "normalize": 1},
+            {"B": 1},
+        ),
+        (["per_key log_decay", "narrow initial_state"], {"return_state": 1}, {"N": 1}),
+        (["log_decay", "initial_state"], {"return_state": 1, "state_v_first": 1}, {"N": 1}),
+        (["per_token log_decay", "initial_state"], {"return_state": 1, "state_v_first": 1}, {"N": 40}),
     ],
     "CausalLinearDecayGrad": [
         ([], {}, {}),
@@ -79,6 +88,12 @@ VARIANTS = {
         (["log_decay", "initial_state", "cu_seqlens"], {"grad_state": 1}, {"B": 1}),
         (["log_decay", "initial_state"], {"grad_decay": 1}, {"Hq": 6, "Hv": 2}),
         (["per_token log_decay"], {"grad_decay": 1, "layout": "bnhd"}, {"Hq": 4, "Hk": 2, "Hv": 8}),
+        (
+            ["per_key log_decay", "initial_state", "grad_final_state"],
+            {"grad_decay": 1, "grad_state": 1, "state_v_first": 1},
+            {"Hq": 4, "Hv": 2},
+        ),
+        (["log_decay", "initial_state"], {"grad_decay": 1, "grad_state": 1, "state_v_first": 1}, {}),
     ],
     "NormalizedLinearAttention": [
         ([], {}, {}),

@@ -189,15 +189,17 @@ def paged(
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
-def linear(n=70, rule="gated", state=True, heads=(H, HKV, HKV), **attributes):
-    """LinearAttention without the delta rule. heads: of queries, of keys, of values, which are the states."""
+def linear(n=70, rule="gated", state=True, heads=(H, HKV, HKV), decay="state", **attributes):
+    """LinearAttention without the delta rule. heads: of queries, of keys, of values, which are the states. decay: of what one is,
+    "state" or "key" dimension."""
     queries, keys, states = heads
+    columns = {"state": states, "key": states * D}[decay]
     inputs = dict(
         query=normal(B, n, queries * D),
         key=normal(B, n, keys * D),
         value=normal(B, n, states * DV),
         past_state=normal(B, states, D, DV) if state else None,
-        decay=-np.abs(normal(B, n, states)) if rule == "gated" else None,
+        decay=-np.abs(normal(B, n, columns)) if rule == "gated" else None,
     )
     return inputs, dict(q_num_heads=queries, kv_num_heads=states, update_rule=rule) | attributes
 
@@ -229,10 +231,11 @@ def delta_net(
     gate=False,
     dtype=np.float32,
     lengths=(3, 1, 66),
+    delta=True,
     **attributes,
 ):
     """GatedDeltaNet. form: "packed" requests of their lengths, "uniform" ones one after the other, or a "batch". joined: queries,
-    keys and values in one input. gate: the activations of Qwen's models."""
+    keys and values in one input. gate: the activations of Qwen's models. delta: with the rule."""
     requests, n = (len(lengths), sum(lengths)) if form == "packed" else (B, 7)
     lead = (B, n) if form == "batch" else (n,) if form == "packed" else (B * n,)
     (keys, states) = heads
@@ -255,6 +258,8 @@ def delta_net(
     while list(inputs.values())[-1] is None:
         inputs.popitem()
     rules = dict(update_rule="gated_delta" if decay else "delta")
+    if not delta:
+        rules = dict(update_rule="gated" if decay else "linear")
     return inputs, rules | (dict(gate_activation="qwen", beta_activation="sigmoid") if gate else {}) | attributes
 
 
@@ -331,9 +336,10 @@ def decay_model(
     tensors = dict(query=ordered(normal(B, H, n, D)), key=ordered(normal(B, HKV, n, D)), value=ordered(normal(B, HKV, n, DV)))
     tensors = {name: a.astype(dtype) for name, a in tensors.items()}
     if decay:
-        tensors["log_decay"] = -np.abs(normal(HKV) if decay == "head" else ordered(normal(B, HKV, n)))
+        sizes = (B, HKV, n, D) if decay == "key" else (B, HKV, n)
+        tensors["log_decay"] = -np.abs(normal(HKV) if decay == "head" else ordered(normal(*sizes)))
     if state:
-        tensors["initial_state"] = normal(B, HKV, D, DV)
+        tensors["initial_state"] = normal(B, HKV, *((DV, D) if attributes.get("state_v_first") else (D, DV)))
     return node_model(spec.all_specs()["CausalLinearDecay"], tensors | extra, attributes, outputs, opset)
 
 
