@@ -259,7 +259,6 @@ namespace {
 
 using namespace gated_delta_rule;  // what the two operators share; names of this one come first
 
-
 GradArgs make_args(const Call& call) {
   GradArgs args = {};
   args.in = common_args(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f, call.attrs[kAttrNormalizeQk].i != 0,
