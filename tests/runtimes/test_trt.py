@@ -161,6 +161,12 @@ def set_type(name, code):
             set_type("key_cache", TensorProto.INT8),
             "key_cache is int8, which ONNX Runtime's layers take and TensorRT's",
         ),
+        (
+            {},
+            PLAIN,
+            set_type("value_cache", TensorProto.FLOAT8E4M3FN),
+            "value_cache is float8, which ONNX Runtime's layers take and TensorRT's",
+        ),
         ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
         ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),
     ],
