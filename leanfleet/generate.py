@@ -567,7 +567,7 @@ def _generate(
     options = {"providers": providers, "cuda_graph": arguments.cuda_graph, "device": device or arguments.device}
     new_tokens, capacity = arguments.max_tokens, arguments.capacity
     if here is not None:
-        options |= {"session_options": options_of_rank(here.world, device), "rank": here.rank}
+        options |= dict(session_options=options_of_rank(here.world, device), rank=here.rank)
     decoder: Decoder | Batching
     if here is None and decoder_contract.has_serving(arguments.folder):
         decoder, prompts, new_tokens = _open_batch(arguments, options)

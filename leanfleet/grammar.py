@@ -20,7 +20,19 @@ ANY_JSON = {"type": "object"}
 
 
 class Grammar:
-    """A constraint of one answer, as ContinuousBatch.add takes it."""
+    """A constraint of one answer, as ContinuousBatch.add takes it. Any object with these two methods is one.
+
+    Example:
+        from leanfleet.grammar import Grammars
+        from leanfleet.ort_ops.generation import load_tokenizer
+
+        tokenizer = load_tokenizer("serving")
+        grammar = Grammars(tokenizer, 260, [tokenizer.eos_token_id]).regex("ab")
+        first = grammar.allowed()
+        for token in tokenizer("a", add_special_tokens=False).input_ids:
+            grammar.accept(token)
+        print(grammar.allowed() != first)                   # True
+    """
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self._matcher, self._bytes = matcher, 4 * words

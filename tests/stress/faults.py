@@ -71,7 +71,7 @@ FAULTS = [
     ("what a model's damaged bytes say is not decoded", "leanfleet/ort_ops/sessions.py", "if isinstance(error, UnicodeDecodeError):", "if error is None:", "node"),
     ("a body without a length has no limit", "leanfleet/serve.py", "if len(found) > self.limits.body:", "if len(found) < 0:", "llama"),
     ("any key will do", "leanfleet/serve.py", "if self.key is not None and not right:", "if self.key is None and not right:", "llama"),
-    ("all answers of a request have one seed", "leanfleet/serve.py", "seed=seed + index, **options", "seed=seed, **options", "llama"),
+    ("all answers of a request have one seed", "leanfleet/serve.py", '"seed": seed + index,', '"seed": seed,', "llama"),
     ("what may begin a stop text is told at once", "leanfleet/generation.py", "keep = next((n for n in range(most, 0, -1)", "keep = next((n for n in range(0, 0, -1)", "llama"),
     ("a known page that is read again may be given away", "leanfleet/pages.py", "            self._idle.pop(page, None)\n            pages.append(page)", "            pages.append(page)", "llama"),
     ("a page is known by its own tokens alone", "leanfleet/pages.py", "key = before, tuple(tokens)", "key = ROOT, tuple(tokens)", "llama"),
