@@ -56,6 +56,7 @@ from leanfleet.ort_ops.sessions import (
     cuda_options,
     device_of,
     make_session,
+    new_options,
     on_device,
     onnxruntime_errors,
     open_exported,
@@ -182,7 +183,9 @@ def _graph(path: Path, exchange: Host | CudaStream) -> tuple[Call, list[str]]:
     if isinstance(exchange, CudaStream):
         providers = [(CUDA, {"user_compute_stream": str(exchange.address), "device_id": str(exchange.index)})]
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    session = make_session(str(path), providers)
+    settings = new_options(providers)
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the step's session has the cores next
+    session = make_session(str(path), providers, settings)
 
     def call(inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
         binding = session.io_binding()
