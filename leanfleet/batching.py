@@ -318,7 +318,7 @@ class Batch(FolderTokenizer, ABC):
         )
         if adjustments != Adjustments() or constraint is not None:
             self._load_sampler()
-        allowed = None if constraint is None else self._allowed_by(constraint)
+        allowed = None if constraint is None else self._first_allowed(constraint)
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
             max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
@@ -376,8 +376,15 @@ class Batch(FolderTokenizer, ABC):
         call, names = self._sampler_graph(path)
         self.sampler = StepSampler(call, names, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
-    def _allowed_by(self, constraint: Constraint) -> np.ndarray:
-        """int32 [W]. Raises ValueError where it is none, or allows nothing."""
+    def _first_allowed(self, constraint: Constraint) -> np.ndarray:
+        """_allowed_by of a new request's constraint. Raises ValueError where it is none, or cannot be served."""
+        if not (hasattr(constraint, "allowed") and hasattr(constraint, "accept")):
+            raise ValueError(
+                f"constraint is {str(constraint)[:60]!r}; expected an object with allowed() and accept(): leanfleet.grammar "
+                "makes them of JSON schemas, regular expressions and the like"
+            )
+        if any(r.constraint is constraint for r in (*self.queue, *self.running)):
+            raise ValueError("constraint: it is another request's, which has not ended: give each request one of its own")
         if self.leader is not None:
             raise ValueError("constraint: of several ranks only the first would know it; serve the model from one process")
         if self.sampler is None or not self.sampler.takes_constraints:
@@ -385,6 +392,10 @@ class Batch(FolderTokenizer, ABC):
                 f"{self.path.with_name(SAMPLER_FILE)} is of an earlier version, which had no constraints: export it again with "
                 f"{SERVING.writer}"
             )
+        return self._allowed_by(constraint)
+
+    def _allowed_by(self, constraint: Constraint) -> np.ndarray:
+        """int32 [W]. Raises ValueError where that is none, or nothing is allowed."""
         given, words = constraint.allowed(), words_of(self.vocabulary)
         found = np.frombuffer(given, np.int32) if isinstance(given, bytes) else np.asarray(given)
         if found.dtype.kind not in "iu" or found.dtype.itemsize != 4 or found.shape != (words,):
@@ -574,18 +585,22 @@ class Batch(FolderTokenizer, ABC):
         self.said = zlib.crc32(np.array([(r.arrival, token) for r, token in given], np.int64).tobytes(), self.said)
         return given
 
+    def _read_running(self) -> None:
+        """Waits for the step that runs; its tokens are given by the next one."""
+        assert self.launched is not None
+        behind, self.launched = self.launched, None
+        self.late += self._finish(behind)
+
     def _step(self) -> list[tuple[Request, int]]:
         if self.launched is not None and any(r.constraint is not None for r, given, _ in self.launched.chosen if given):
-            behind, self.launched = self.launched, None
-            self.late += self._finish(behind)  # what may follow depends on it
+            self._read_running()  # what may follow depends on it
         self._admit()
         chosen = self._schedule()
         try:
             launched = self._launch(chosen) if chosen else None
         except BaseException:  # an interrupt too: the call may have changed states
             if self.launched is not None:  # the next call cannot go on from its tokens on the device
-                behind, self.launched = self.launched, None
-                self.late += self._finish(behind)
+                self._read_running()
             for request in [r for r, _ in chosen if self.linear and r in self.running]:
                 self._preempt(request)
             raise

@@ -789,7 +789,15 @@ def test_refused_constraints(model, folder, tmp_path):
     bits[3] = 2  # of token 97, which there is none
     for allowed, words in ((bits, "allows no token"), (bits[:2], "expected int32"), (bytes(12), "expected int32")):
         with pytest.raises(ValueError, match=words):
-            batch.add([1], constraint=SimpleNamespace(allowed=lambda allowed=allowed: allowed))
+            batch.add([1], constraint=SimpleNamespace(allowed=lambda allowed=allowed: allowed, accept=print))
+    for wrong in ({"type": "object"}, "[a-z]+"):
+        with pytest.raises(ValueError, match=r"expected an object with allowed\(\) and accept\(\): leanfleet.grammar makes "):
+            batch.add([1], constraint=wrong)
+    first = batch.add([1], 3, stop_tokens=(), constraint=(rule := Rule(0)))
+    with pytest.raises(ValueError, match="it is another request's, which has not ended: give each request one of its own"):
+        batch.add([2], constraint=rule)
+    batch.run()
+    assert first.tokens == adjusted(model, [1], 3, constraint=Rule(0))[0]
     batch.leader = SimpleNamespace()
     with pytest.raises(ValueError, match="of several ranks only the first would know it"):
         batch.add([1], constraint=Rule(0))
