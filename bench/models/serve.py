@@ -1,6 +1,8 @@
-"""`leanfleet serve` as its clients see it: time to the first token and between tokens, tokens a second, by rate of requests.
+"""`leanfleet serve`, or vLLM's server, as its clients see it: time to the first token and between tokens, tokens a second, by
+rate of requests.
 
-    python -m bench.models.serve FOLDER [--rates 1,2,4,inf] [--requests 48] [--seed HEX] [--out F.json] [--options="..."]
+    python -m bench.models.serve FOLDER [--server vllm] [--rates 1,2,4,inf] [--requests 48] [--seed HEX] [--out F.json]
+        [--options="..."]
 
 The server runs in a process of its own, and its clients, which stream, in others that only count events: a client that parses
 them would be what is measured. Requests come at random times (a Poisson process of so many a second; inf: all at once), with
@@ -11,12 +13,14 @@ next_token_seconds: of each request, from its first token to its last over the t
 of a request; tokens that wait while an event is written are one. floor_seconds: see `floor`.
 
 FOLDER may be one that `bench.models.serving export --ways continuous` wrote: random weights are made here then, on the GPU if
-there is one, and where there is no tokenizer the folder gets one of made-up words, as many as the model has tokens.
+there is one, and where there is no tokenizer the folder gets one of made-up words, as many as the model has tokens. vLLM needs
+such a folder: it makes random weights of its own and reads the same tokenizer.
 """
 
 import argparse
 import asyncio
 import datetime
+import importlib.metadata
 import itertools
 import json
 import math
@@ -24,6 +28,8 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
+import socket
 import string
 import subprocess
 import sys
@@ -36,6 +42,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import onnx
 
+import leanfleet
 from bench.models.serving import GRAPHS, fill_randomly
 from leanfleet import native
 from leanfleet.decoder_contract import MODEL_FILE, SERVING_FILE
@@ -206,9 +213,9 @@ def floor(sizes, shared, held, bandwidth, flops):
     return max(moved / bandwidth, 2 * read * held["products"] / WEIGHT_BYTES / flops)
 
 
-def serving(folder, options, key=KEY):
-    """(process, model's name, address) of a server."""
-    command = [sys.executable, "-m", "leanfleet", "serve", folder, "--port", "0", *options]
+def serving(folder, share, options, key=KEY):
+    """(process, model's name, address) of a server. share: the beginnings of prompts."""
+    command = [sys.executable, "-m", "leanfleet", "serve", folder, "--port", "0", *options, *([] if share else ["--no-share"])]
     environment = {**os.environ, "LEANFLEET_API_KEY": key}
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=environment)
     for line in process.stderr:
@@ -218,6 +225,39 @@ def serving(folder, options, key=KEY):
             return process, found[1], found[2]
         print(line, end="", file=sys.stderr)
     raise SystemExit(f"the server did not start: {' '.join(map(str, command))}")
+
+
+def vllm_serving(folder, share, options):
+    """The same of vLLM, over the configuration beside `folder` and its tokenizer."""
+    from bench.models.vllm import write_config
+
+    own = write_config(folder.parent, json.loads((folder.parent / "bench.json").read_text())["model"])
+    for path in folder.glob("tokenizer*.json"):
+        shutil.copy(path, own)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", own, "--load-format", "dummy"]
+    command += ["--host", "127.0.0.1", "--port", port, "--api-key", KEY, "--served-model-name", own.parent.name]
+    command += ["--enable-prefix-caching" if share else "--no-enable-prefix-caching", *options]
+    log = own / "log.txt"
+    with log.open("w") as told:
+        process = subprocess.Popen(list(map(str, command)), stdout=told, stderr=subprocess.STDOUT)
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+            return process, own.parent.name, f"http://127.0.0.1:{port}/v1"
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"vLLM did not start:\n{log.read_text()[-4000:]}")
+
+
+SERVERS = {"leanfleet": serving, "vllm": vllm_serving}
+
+
+def version(server):
+    """The server and its version: of leanfleet also where it is a checkout that was not installed."""
+    return f"{server} {leanfleet.__version__ if server == 'leanfleet' else importlib.metadata.version(server)}"
 
 
 def device():
@@ -244,13 +284,14 @@ def tell(share, line):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
+    parser.add_argument("--server", choices=("leanfleet", "vllm"), default="leanfleet")
     parser.add_argument("--rates", default="1,2,4,inf")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--system", type=int, default=200, help="words of the system prompt")
     parser.add_argument("--seed", default="0", help="hexadecimal")
     parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 4)), help="processes that ask")
     parser.add_argument("--out")
-    parser.add_argument("--options", type=shlex.split, default=[], help="of leanfleet serve, in quotes")
+    parser.add_argument("--options", type=shlex.split, default=[], help="of the server, in quotes")
     args = parser.parse_args()
     seed, folder = int(args.seed, 16), prepared(Path(args.folder))
     tokenizer, rates = load_tokenizer(folder), [float(rate) for rate in args.rates.split(",")]
@@ -261,14 +302,14 @@ def main():
     lines = []
     for share in (True, False):
         begun = time.perf_counter()
-        process, model, address = serving(folder, [*args.options, *([] if share else ["--no-share"])])
+        process, model, address = SERVERS[args.server](folder, share, args.options)
         ready = time.perf_counter() - begun
         try:
-            held = memory(address, folder)
+            held = memory(address, folder) if args.server == "leanfleet" else None
             measure(address, model, work[0], np.inf, seed, args.clients)  # warms it up
             for rate, requests, counts in zip(rates, work[1:], sizes[1:], strict=True):
                 line = measure(address, model, requests, rate, seed, args.clients)
-                if np.isinf(rate) and (limits := MACHINES.get(device())):
+                if np.isinf(rate) and held and (limits := MACHINES.get(device())):
                     line["floor_seconds"] = floor(counts, share * args.system, held, *limits)
                 lines.append({"share": share, "ready_seconds": ready} | line)
                 tell(share, line)
@@ -285,8 +326,8 @@ def main():
             "mean_answer": means[1],
             "system_words": args.system,
             "options": args.options,
-            "bytes": held,
-        }
+            "server": version(args.server),
+        } | ({"bytes": held} if held else {})
         with open(args.out, "w") as file:
             json.dump({"facts": facts, "lines": lines}, file, indent=1)
             file.write("\n")

@@ -120,15 +120,20 @@ class Ours:
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
+def write_config(folder, model):
+    """The folder that vLLM reads: the configuration of a shape, for float16."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = config_of(model)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = "float16"
+    config.save_pretrained(folder / "vllm")
+    return folder / "vllm"
+
+
 class Vllm:
     def __init__(self, folder, model, narrow_states):
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        self.model = folder / "vllm"
-        config = config_of(model)
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.dtype = "float16"
-        config.save_pretrained(self.model)
+        self.model = write_config(folder, model)
         self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
 
     def open(self, running, step_tokens):

@@ -36,7 +36,7 @@ def serving(base):
     """(process, port) of a server."""
     limits = {"--provider": "cpu", "--max-body": clients.BODY, "--timeout": clients.SECONDS}
     options = [x for pair in (limits | OPTIONS).items() for x in pair]
-    process, _, address = script("models.serve").serving(clients.folder_of(base), options, clients.KEY)
+    process, _, address = script("models.serve").serving(clients.folder_of(base), True, options, clients.KEY)
     return process, urlsplit(address).port
 
 

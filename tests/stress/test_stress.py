@@ -13,7 +13,23 @@ import pytest
 import torch
 
 from leanfleet import generation, pages, serve, spec
-from stress import act, cases, check, clients, draw, faults, files, judge, launches, processes, runtimes, soak, trees, values
+from stress import (
+    act,
+    cases,
+    check,
+    clients,
+    draw,
+    faults,
+    files,
+    judge,
+    launches,
+    processes,
+    runtimes,
+    soak,
+    steps,
+    trees,
+    values,
+)
 from stress.__main__ import Worker
 from support.cpu_time import slow_if
 from support.ort_models import TOY_SCHEMA
@@ -106,6 +122,24 @@ def test_another_text_to_a_client_is_a_finding(monkeypatch):
     assert "another text than alone" in found(generation.TextStream, "_told", lambda self, whole, before, text: "x")
     assert "pages are in use" in found(pages.PagePool, "release", lambda self, given: None)
     assert "got 500" in found(serve.Server, "options", lambda self, body: 1 / 0)
+
+
+@pytest.mark.parametrize("base", ("llama", "qwen3.5"))
+def test_steps_give_what_the_slow_path_gives(base, tmp_path, monkeypatch):
+    """And a token that is another is a finding."""
+    vocabulary = steps.made(base, tmp_path)
+    found = steps.run(tmp_path, vocabulary, 250, SEED, speculate=2)
+    assert found["answers"] > 30 and found["tokens compared"] > 500 and found["preempted"]
+    take = steps.ContinuousBatch._take
+
+    def wrong(self, request, guess, tokens, logprobs):
+        if len(request.tokens) == 3:
+            tokens[0] = (tokens[0] + 1) % vocabulary
+        take(self, request, guess, tokens, logprobs)
+
+    monkeypatch.setattr(steps.ContinuousBatch, "_take", wrong)
+    with pytest.raises(AssertionError, match="token 3 is .*, expected"):
+        steps.run(tmp_path, vocabulary, 60, SEED)
 
 
 @pytest.mark.slow
