@@ -299,25 +299,8 @@ def main():
     sizes = [[(len(tokenizer(prompt)["input_ids"]), n) for prompt, n in requests] for requests in work]
     means = np.mean(np.concatenate(sizes[1:]), 0)
     print(f"prompts of {means[0]:.0f} tokens, answers of {means[1]:.0f} on average")
-    lines = []
-    for share in (True, False):
-        begun = time.perf_counter()
-        process, model, address = SERVERS[args.server](folder, share, args.options)
-        ready = time.perf_counter() - begun
-        try:
-            held = memory(address, folder) if args.server == "leanfleet" else None
-            measure(address, model, work[0], np.inf, seed, args.clients)  # warms it up
-            for rate, requests, counts in zip(rates, work[1:], sizes[1:], strict=True):
-                line = measure(address, model, requests, rate, seed, args.clients)
-                if np.isinf(rate) and held and (limits := MACHINES.get(device())):
-                    line["floor_seconds"] = floor(counts, share * args.system, held, *limits)
-                lines.append({"share": share, "ready_seconds": ready} | line)
-                tell(share, line)
-        finally:
-            process.terminate()
-            process.wait()
-    if args.out:
-        facts = {
+    report = {
+        "facts": {
             "date": datetime.date.today().isoformat(),
             "device": device(),
             "folder": os.path.basename(os.path.normpath(args.folder)),
@@ -327,10 +310,28 @@ def main():
             "system_words": args.system,
             "options": args.options,
             "server": version(args.server),
-        } | ({"bytes": held} if held else {})
-        with open(args.out, "w") as file:
-            json.dump({"facts": facts, "lines": lines}, file, indent=1)
-            file.write("\n")
+        },
+        "lines": [],
+    }
+    for share in (True, False):
+        begun = time.perf_counter()
+        process, model, address = SERVERS[args.server](folder, share, args.options)
+        ready = time.perf_counter() - begun
+        try:
+            held = memory(address, folder) if args.server == "leanfleet" else None
+            report["facts"] |= {"bytes": held} if held else {}
+            measure(address, model, work[0], np.inf, seed, args.clients)  # warms it up
+            for rate, requests, counts in zip(rates, work[1:], sizes[1:], strict=True):
+                line = measure(address, model, requests, rate, seed, args.clients)
+                if np.isinf(rate) and held and (limits := MACHINES.get(device())):
+                    line["floor_seconds"] = floor(counts, share * args.system, held, *limits)
+                report["lines"].append({"share": share, "ready_seconds": ready} | line)
+                tell(share, line)
+                if args.out:  # a run that is stopped leaves what it has
+                    Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+        finally:
+            process.terminate()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from leanfleet.export.experts import interleave
 
 DATA, PLAN = "model.onnx.data", "weights.json"
 SMALL = 256  # bytes; smaller initializers stay in the graph
-LARGEST_KEPT = 1 << 23  # bytes of another initializer that stays in the graph
+LARGEST_KEPT = 1 << 24  # bytes of another initializer that stays in the graph
 ALIGNMENT = 4096  # of weights in their file
 KEY = 16  # elements of a row by which its parameter is looked up
 Parameters = Mapping[str, torch.Tensor]  # by name

@@ -28,6 +28,7 @@ def sizes(monkeypatch):
     torch.manual_seed(5)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name, index, dtype", [c for c in CASES if c.values[0] in spec.all_specs()])
 def test_kernel_through_onnxruntime(name, index, dtype, tmp_path):
     """Bit for bit what the C interface gives, in place and not, and near the float64 reference."""
