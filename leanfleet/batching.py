@@ -196,7 +196,98 @@ class Limits:
         return min(self.max_requests * (1 + self.speculate), self.step_tokens)
 
 
-class Batch(FolderTokenizer, ABC):
+class Admission(ABC):
+    """Takes requests, after checks that need no more than the model's sizes and the pool's."""
+
+    vocabulary: int
+    stop_tokens: set[int]
+    max_positions: int | None
+    block: int  # tokens of a page
+    paged: bool  # whether a layer has pages
+
+    @property
+    @abstractmethod
+    def pages(self) -> int:
+        """Of the pool."""
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int | None = None,
+        stop_tokens: Iterable[int] | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: dict[int, float] | None = None,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        constraint: Constraint | None = None,
+    ) -> Request:
+        """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
+
+        max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
+        default those of the model. Penalties and biases: as SampleTokens has them; a step in which a request has one runs
+        sampler.onnx too. top_logprobs: how many most likely tokens Request.top_logprobs has for each token, up to 20.
+        priority: requests of a greater one begin first, and keep their pages longer; one that is greater by 1 counts as 1,000
+        steps (PATIENCE) of waiting, so that requests which come all the time do not keep others from their turn for ever.
+        constraint: an object that says before each token which ones may come (Constraint; leanfleet.grammar makes them of JSON
+        schemas and the like), on one process. The host has to read a token before it can say what may follow: steps with such
+        a request are waited for.
+        Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
+        requests that the pool or the model's positions could never hold.
+        """
+        prompt = check_prompt(prompt, self.vocabulary)
+        sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
+        adjustments = check_adjustments(
+            self.vocabulary, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, top_logprobs
+        )
+        stop = stop_set(stop_tokens, self.stop_tokens)
+        if max_new_tokens is None:
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
+        check_positive("max_new_tokens", max_new_tokens)
+        self.check_room(len(prompt), max_new_tokens)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority is {priority!r}; expected a whole number")
+        request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, constraint=constraint)
+        self._take_in(request)
+        return request
+
+    def wake(self) -> None:
+        """From another thread, which has something to hand in: step() does not wait any longer, where it does."""
+        return None
+
+    def close(self) -> None:
+        """Ends what a batch has beside its memory."""
+        return None
+
+    @abstractmethod
+    def _take_in(self, request: Request) -> None:
+        """Queues a request that has passed the checks above. Raises ValueError for what only the graphs say."""
+
+    def check_room(self, prompt: int, max_new_tokens: int) -> None:
+        """Raises ValueError for a request of more tokens than the model's positions or the pool could ever hold."""
+        needed = prompt + max_new_tokens
+        if self.max_positions and needed > self.max_positions:
+            raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
+        if self.capacity is not None and needed > self.capacity:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
+                f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens"
+            )
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens of one request the pages hold; None where no layer has pages."""
+        return self.pages * self.block if self.paged else None
+
+
+class Batch(FolderTokenizer, Admission):
     """The batch of a runtime, which brings what is abstract here, and pools of the sizes that `limits` says.
 
     path: the file of the graph. caches: names of the graph's inputs that are pools. exchange: what a step's inputs and results
@@ -279,60 +370,17 @@ class Batch(FolderTokenizer, ABC):
         self.read_bytes = max(self.results.end(name) for name in read)
         self.read = [self.exchange.host_bytes(self.read_bytes) for _ in range(TURNS)]
 
-    def add(
-        self,
-        prompt: Iterable[int],
-        max_new_tokens: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: dict[int, float] | None = None,
-        top_logprobs: int = 0,
-        priority: int = 0,
-        constraint: Constraint | None = None,
-    ) -> Request:
-        """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
-
-        max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
-        default those of the model. Penalties and biases: as SampleTokens has them; a step in which a request has one runs
-        sampler.onnx too. top_logprobs: how many most likely tokens Request.top_logprobs has for each token, up to 20.
-        priority: requests of a greater one begin first, and keep their pages longer; one that is greater by 1 counts as 1,000
-        steps (PATIENCE) of waiting, so that requests which come all the time do not keep others from their turn for ever.
-        constraint: an object that says before each token which ones may come (Constraint; leanfleet.grammar makes them of JSON
-        schemas and the like), on one process. The host has to read a token before it can say what may follow: steps with such
-        a request are waited for.
-        Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
-        requests that the pool or the model's positions could never hold.
-        """
-        prompt = check_prompt(prompt, self.vocabulary)
-        sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
-        adjustments = check_adjustments(
-            self.vocabulary, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, top_logprobs
-        )
-        if adjustments != Adjustments() or constraint is not None:
+    def _take_in(self, request: Request) -> None:
+        if request.adjustments != Adjustments() or request.constraint is not None:
             self._load_sampler()
-        allowed = None if constraint is None else self._first_allowed(constraint)
-        stop = stop_set(stop_tokens, self.stop_tokens)
-        if max_new_tokens is None:
-            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
-        check_positive("max_new_tokens", max_new_tokens)
-        self.check_room(len(prompt), max_new_tokens)
-        if not isinstance(priority, int):
-            raise ValueError(f"priority is {priority!r}; expected a whole number")
-        request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1, self.steps)
-        request.constraint, request.allowed = constraint, allowed
+        if request.constraint is not None:
+            request.allowed = self._first_allowed(request.constraint)
+        request.arrival, request.step = self.arrivals + 1, self.steps
         told = {name: getattr(request, name) for name in ("prompt", "max_new_tokens", "priority")}
-        with self._told("add", **told, stop_tokens=sorted(stop), **asdict(sampling), **asdict(adjustments)):
+        choices = asdict(request.sampling) | asdict(request.adjustments)
+        with self._told("add", **told, stop_tokens=sorted(request.stop_tokens), **choices):
             self.arrivals += 1
             self._enqueue(request)
-        return request
 
     @contextmanager
     def _told(self, call: str, **arguments: Any) -> Iterator[None]:
@@ -352,26 +400,21 @@ class Batch(FolderTokenizer, ABC):
         """Why the ranks' batches cannot go on; empty while they can, and for one process."""
         return "" if self.leader is None else self.leader.over
 
-    def check_room(self, prompt: int, max_new_tokens: int) -> None:
-        """Raises ValueError for a request of more tokens than the model's positions or the pool could ever hold."""
-        needed = prompt + max_new_tokens
-        if self.max_positions and needed > self.max_positions:
-            raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if self.capacity is not None and needed > self.capacity:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
-                f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
-            )
+    def no_adjustments(self) -> str:
+        """Why penalties, logit_bias, top_logprobs and constraints are refused; empty where they are not."""
+        if self.interface.chooses and self.path.with_name(SAMPLER_FILE).exists():
+            return ""
+        return (
+            f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias, top_logprobs and constraints need: "
+            f"export it again with {SERVING.writer}"
+        )
 
     def _load_sampler(self) -> None:
         if self.sampler is not None:
             return
+        if why := self.no_adjustments():
+            raise ValueError(why)
         path = self.path.with_name(SAMPLER_FILE)
-        if not self.interface.chooses or not path.exists():
-            raise ValueError(
-                f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias, top_logprobs and constraints need: "
-                f"export it again with {SERVING.writer}"
-            )
         addresses = {name: self.results.address + offset for name, (offset, *_) in self.results.places.items()}
         call, names = self._sampler_graph(path)
         self.sampler = StepSampler(call, names, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
@@ -726,9 +769,14 @@ class Batch(FolderTokenizer, ABC):
         return choice.sample(result(LOGITS), [r.sampling for r, *_ in launched.chosen], positions)
 
     @property
-    def capacity(self) -> int | None:
-        """How many tokens of one request the pages hold; None where no layer has pages."""
-        return self.pool.count * self.block if self.paged else None
+    def pages(self) -> int:
+        """Of the pool."""
+        return self.pool.count
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that requests have."""
+        return self.pool.in_use
 
     @property
     def pool_bytes(self) -> int:
@@ -739,6 +787,11 @@ class Batch(FolderTokenizer, ABC):
     def state_bytes(self) -> int:
         """Of the pools of states among them."""
         return sum(rows * size for name, _, rows, size in self._places() if is_state(name))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Requests that run, and that wait for a place."""
+        return len(self.running), len(self.queue)
 
     @property
     def idle(self) -> bool:

@@ -747,19 +747,20 @@ def _serve(arguments: argparse.Namespace, here: ranks.Place | None = None, devic
             share=arguments.share,
             snapshots=arguments.snapshots,
             speculate=arguments.speculate,
+            own_process=here is None,
         )
 
     def started(address: str) -> None:
         batch = server.batch
-        held = [f"{batch.pool.count} pages of {batch.block} tokens"] * batch.paged + [
-            f"{batch.state_rows} states"
-        ] * batch.linear
+        held = [f"{batch.pages} pages of {batch.block} tokens"] * batch.paged + [f"{batch.state_rows} states"] * batch.linear
         kept = f"{', '.join(held)}, {batch.pool_bytes / 1e9:.2f} GB"
         key = ", with an API key" if server.key else ""
         print(f"serving {server.name} at {address} ({kept}{key})", file=sys.stderr, flush=True)
 
     if here is None:
         serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+        if why := server.batch.over:
+            raise RuntimeError(why)
         return 0
     # What asks the command to end asks rank 0, which lets running answers end; the others end with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if here.rank else _asked_to_end)

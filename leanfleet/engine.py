@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from leanfleet.generation import StopStrings, TextStream, add_each
 
 if TYPE_CHECKING:
+    from leanfleet.batch_process import BatchProcess
     from leanfleet.batching import Batch, Request
 
 RECOVERY = 10.0  # seconds after a failed call in which the engine counts as not working, where no call has succeeded since
@@ -88,7 +89,7 @@ class Engine:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: Batch | BatchProcess,
         tokenizer: Any,
         max_waiting: int = 256,
         observe: Callable[[str, float], object] = lambda name, seconds: None,
@@ -108,12 +109,12 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that have no place in the batch yet."""
-        return self._submitted + len(self.batch.queue)
+        return self._submitted + self.batch.counts[1]
 
     @property
     def running(self) -> int:
         """Requests in the batch."""
-        return len(self.batch.running)
+        return self.batch.counts[0]
 
     def submit(self, prompt: list[int], on_pieces: Callable[[Piece], None], stop: Sequence[str] = (), **options: Any) -> Answer:
         """Hands in a prompt of tokens. Returns at once; `accepted` of the Answer is done when the batch has taken it, or has
@@ -128,6 +129,7 @@ class Engine:
             self._submitted += 1
             self._orders.append(lambda: self._take(answer))
             self._changed.notify()
+        self.batch.wake()
         return answer
 
     def cancel(self, answer: Answer) -> None:
@@ -135,12 +137,14 @@ class Engine:
         with self._changed:
             self._orders.append(lambda: self._end(answer, CANCELLED))
             self._changed.notify()
+        self.batch.wake()
 
     def close(self, seconds: float = 0.0) -> None:
         """Takes no requests any more, goes on for so many seconds at most, and then ends those that are left."""
         with self._changed:
             self._closing, self._deadline = True, time.monotonic() + seconds
             self._changed.notify()
+        self.batch.wake()
         self._thread.join()
 
     @property

@@ -34,8 +34,9 @@ class Grammar:
         print(grammar.allowed() != first)                   # True
     """
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, recipe: tuple[str, Any, frozenset[int]]) -> None:
         self._matcher, self._bytes = matcher, 4 * words
+        self.recipe = recipe  # (method of Grammars, its argument, stop tokens): another process makes the same of it
 
     def allowed(self) -> bytes:
         """Bits of the tokens that may come next. Raises ValueError where the grammar has run into llguidance's limits."""
@@ -76,7 +77,7 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ImportError(f"constraints need llguidance: pip install llguidance ({error})") from None
-        self._llguidance, self._words = llguidance, words_of(vocabulary)
+        self._llguidance, self._words, self._stop_tokens = llguidance, words_of(vocabulary), frozenset(stop_tokens)
         ends = sorted(t for t in stop_tokens if 0 <= t < vocabulary)
         if not ends:
             raise ValueError("constraints need a stop token, which ends an answer where its grammar does; the model has none")
@@ -110,7 +111,8 @@ class Grammars:
             problem = str(error)
         if problem:
             raise ValueError(f"{form}: {_first_line(problem)}")
-        return Grammar(self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._words)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        return Grammar(matcher, self._words, (form, given, self._stop_tokens))
 
 
 def _first_line(text: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import hmac
 import json
 import math
@@ -20,7 +19,6 @@ import socket
 import sys
 import time
 import uuid
-import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,11 +37,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from leanfleet import driver, generation, grammar
+from leanfleet.batch_process import BatchProcess
+from leanfleet.batching import Batch
 from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.driver import Device
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
 from leanfleet.ort_ops.generation import load_tokenizer
-from leanfleet.ort_ops.serving import ContinuousBatch
+from leanfleet.ort_ops.serving import open_batch
 from leanfleet.ort_ops.sessions import CUDA, default_providers, on_device
 from leanfleet.ranks import RankError
 
@@ -294,8 +294,8 @@ class Metrics:
             ("state_bytes", "Memory of states, which linear layers have", lambda: engine().batch.state_bytes),
             ("states", "States that this memory holds", lambda: engine().batch.state_rows if engine().batch.linear else 0),
             ("page_tokens", "Tokens of a page", lambda: engine().batch.block),
-            ("pages", "Pages of the pool", lambda: engine().batch.pool.count),
-            ("pages_in_use", "Pages that requests have", lambda: engine().batch.pool.in_use),
+            ("pages", "Pages of the pool", lambda: engine().batch.pages),
+            ("pages_in_use", "Pages that requests have", lambda: engine().batch.pages_in_use),
             ("shared_prompt_tokens", "Tokens of prompts found in the pool, so far", lambda: engine().batch.shared_tokens),
             ("guessed_tokens", "Tokens that were guessed, so far", lambda: engine().batch.guessed),
             ("rightly_guessed_tokens", "Guesses that were right, so far", lambda: engine().batch.guessed_right),
@@ -347,12 +347,13 @@ class Server:
 
         self.engine = Engine(self.batch, self.decoder, self.max_waiting, observe)
         yield
-        await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Ends the engine, where it runs still, and what answers are left."""
+        """Ends the engine, where it runs still, and what answers are left, and the batch's process if it has one."""
         if (engine := vars(self).get("engine")) is not None:
             engine.close()
+        self.batch.close()
 
     def refuse(self, refusal: Refusal) -> JSONResponse:
         self.metrics.refused.labels(str(refusal.status)).inc()
@@ -772,6 +773,7 @@ def load_server(
     cuda_graph: bool | None = None,
     device: str | Device | None = None,
     rank: int | None = None,
+    own_process: bool = False,
     **options: Any,
 ) -> Server:
     """The server of an exported folder, as `leanfleet serve` runs it. `application` of what it returns is an ASGI application,
@@ -782,7 +784,9 @@ def load_server(
     default: ContinuousBatch's, by a GPU's memory. max_requests: default 64 on a GPU, else 16, as over ranks. step_tokens:
     default 2048 on CUDA, else 128. cuda_graph: whether steps are captured; default: on a GPU, if a first answer, which is
     tried, can be. device: "cpu", "cuda" or "cuda:1". rank: of a folder for several ranks, as ContinuousBatch takes it.
-    options: others of ContinuousBatch, such as share, snapshots and speculate.
+    own_process: whether the batch runs in a process of its own (leanfleet.batch_process), as it does in `leanfleet serve` where
+    there are no ranks: steps do not wait for events that are written then. options: others of ContinuousBatch, such as share,
+    snapshots and speculate.
 
     Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.
 
@@ -805,26 +809,11 @@ def load_server(
     pages = None if cache_tokens is None else -(-cache_tokens // facts["block"])
     options |= {"pages": pages, "max_requests": max_requests, "step_tokens": step_tokens, "providers": chosen}
     captures = on_cuda and rank is None and options.get("library", True) and not options.get("speculate")
-    if cuda_graph is None and captures and driver.why_no_gpu() is None:
-        batch = _captured_if_possible(folder, options)
-    else:
-        batch = ContinuousBatch(folder, **options, cuda_graph=bool(cuda_graph), rank=rank)
+    if cuda_graph is None and not (captures and driver.why_no_gpu() is None):
+        cuda_graph = False
+    options |= {"cuda_graph": cuda_graph, "rank": rank}
+    batch: Batch | BatchProcess = (BatchProcess if own_process else open_batch)(folder, **options)
     return Server(batch, tokenizers, name or folder.resolve().name, key, limits, max_waiting)
-
-
-def _captured_if_possible(folder: Path, options: dict[str, Any]) -> ContinuousBatch:
-    """A batch with CUDA graphs, tried on a short answer, or where they fail, as with nodes of onnxruntime's that wait for the
-    host, one without them."""
-    batch = ContinuousBatch(folder, **options, cuda_graph=True)
-    try:
-        batch.try_capture()
-        return batch
-    except RuntimeError as error:
-        warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
-    options["pages"] = batch.pool.count
-    del batch  # the next one needs its memory
-    gc.collect()
-    return ContinuousBatch(folder, **options, cuda_graph=False)
 
 
 def run(server: Server, host: str, port: int, grace: float, started: Callable[[str], object]) -> None:

@@ -5,8 +5,10 @@ leanfleet.batching says what each step has; here are the session, its pools, and
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,6 +174,29 @@ class _Captured:
     def _call(self) -> None:
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
+
+
+def open_batch(folder: str | Path, *, cuda_graph: bool | None = None, **options: Any) -> ContinuousBatch:
+    """A ContinuousBatch, of options as it takes them. cuda_graph: None: with CUDA graphs if a short answer, which is tried, can
+    be had of them, or where it fails, as with nodes of onnxruntime's that wait for the host, without them.
+
+    Example:
+        from leanfleet.ort_ops.serving import open_batch
+
+        batch = open_batch("serving", pages=64, providers=["CPUExecutionProvider"], cuda_graph=False)
+    """
+    if cuda_graph is not None:
+        return ContinuousBatch(folder, **options, cuda_graph=cuda_graph)
+    batch = ContinuousBatch(folder, **options, cuda_graph=True)
+    try:
+        batch.try_capture()
+        return batch
+    except RuntimeError as error:
+        warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+    options["pages"] = batch.pool.count
+    del batch  # the next one needs its memory
+    gc.collect()
+    return ContinuousBatch(folder, **options, cuda_graph=False)
 
 
 def _graph(path: Path, exchange: Host | CudaStream) -> tuple[Call, list[str]]:

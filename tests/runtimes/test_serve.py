@@ -26,6 +26,7 @@ from leanfleet import cli, driver, engine, generation, serve
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import add_serving
 from leanfleet.lookup import Lookup
+from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import http_server
@@ -779,7 +780,7 @@ def test_defaults_by_device(folder, monkeypatch):
                 raise self.problem
 
     monkeypatch.setattr(driver, "why_no_gpu", lambda: None)
-    monkeypatch.setattr(serve, "ContinuousBatch", Batch)
+    monkeypatch.setattr(serving, "ContinuousBatch", Batch)
     monkeypatch.setattr(serve, "Server", lambda batch, *rest: batch)
 
     def asked(*names, **options):

@@ -1,0 +1,196 @@
+"""Continuous batching in a process of its own gives what it gives in this one, and its end is told in words."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leanfleet.batch_process import BatchProcess, Told, _Worker
+from leanfleet.batching import Request
+from leanfleet.export import export_decoder
+from leanfleet.export.serving import add_serving
+from leanfleet.grammar import Grammars
+from leanfleet.ort_ops.serving import ContinuousBatch
+from support import decoders
+
+OPTIONS = dict(providers=["CPUExecutionProvider"], max_requests=4, step_tokens=32, cuda_graph=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    tokenizer = decoders.byte_tokenizer()
+    sizes = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2, **sizes
+    )
+    model, folder = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("served")
+    export_decoder(model, folder)
+    add_serving(model, folder, block=8)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def batch(folder):
+    batch = BatchProcess(folder, pages=30, **OPTIONS)
+    yield batch
+    batch.close()
+    assert batch.process.returncode is not None
+
+
+def run(batch):
+    """All tokens by request, as step() gave them."""
+    given = {}
+    end = time.monotonic() + 60
+    while not batch.idle:
+        assert time.monotonic() < end
+        for request, token in batch.step():
+            given.setdefault(id(request), []).append(token)
+    return given
+
+
+def drawn(count):
+    """[(prompt, options of add)]"""
+    random = np.random.default_rng(3)
+    shared = random.integers(0, 250, 20).tolist()
+    found = []
+    for i in range(count):
+        options = {"max_new_tokens": int(random.integers(1, 25)), "stop_tokens": [7, 9] if i % 4 == 0 else ()}
+        if i % 3 == 1:
+            options |= {"temperature": 0.8, "seed": i, "top_k": 40}
+        if i % 5 == 2:
+            options |= {"repetition_penalty": 1.3, "top_logprobs": 3, "logit_bias": {5: 2.0}}
+        found.append(((shared if i % 2 else []) + random.integers(0, 250, int(random.integers(1, 40))).tolist(), options))
+    return found
+
+
+def test_requests_come_and_go(folder, batch):
+    """The tokens, log-probabilities and counts of a batch in this process; one that is cancelled gives no token any more."""
+    here = ContinuousBatch(folder, pages=30, **OPTIONS)
+    expected = [here.add(prompt, **options) for prompt, options in drawn(14)]
+    here.run()
+    requests = []
+    for prompt, options in drawn(14):
+        requests.append(batch.add(prompt, **options))
+        batch.step()
+    gone = batch.add([1, 2, 3], 200, stop_tokens=())
+    while len(gone.tokens) < 2:
+        batch.step()
+    batch.cancel(gone)
+    before = len(gone.tokens)
+    run(batch)
+    assert gone.done and len(gone.tokens) == before
+    for found, right in zip(requests, expected, strict=True):
+        assert found.done and found.error is None and found.tokens == right.tokens
+        assert np.allclose(found.logprobs, right.logprobs, atol=1e-4)
+        assert [[t for t, _ in top] for top in found.top_logprobs] == [[t for t, _ in top] for top in right.top_logprobs]
+    assert batch.counts == (0, 0) and batch.idle and sum(r.shared for r in requests) == batch.shared_tokens > 0
+    assert batch.pages == 30 and batch.capacity == here.capacity and batch.pool_bytes == here.pool_bytes
+    last = batch.add([4], 1)
+    run(batch)
+    assert last.done and batch.pages_in_use == 0
+
+
+def test_a_constraint_is_made_again(folder, batch):
+    tokenizer = decoders.byte_tokenizer()
+    grammars = Grammars(tokenizer, batch.vocabulary, {tokenizer.eos_token_id})
+    ends = [tokenizer.eos_token_id]
+    requests = [batch.add([3, 4, 5], 30, ends, constraint=grammars.choice(["yes", "no"])) for _ in range(2)]
+    requests.append(batch.add([3, 4], 30, ends, constraint=grammars.regex("a{5}")))
+    run(batch)
+    texts = [tokenizer.decode(request.tokens, skip_special_tokens=True) for request in requests]
+    assert {*texts[:2]} <= {"yes", "no"} and texts[2] == "aaaaa"
+    with pytest.raises(ValueError, match="has to be one of leanfleet.grammar's"):
+        batch.add([3], 3, constraint=SimpleNamespace(allowed=bytes, accept=int))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([],), "empty"),
+        (([1, 99999],), "99999"),
+        (([1] * 200, 100), "300 tokens are more than"),
+        (([1], 0), "max_new_tokens"),
+        (([1], 3, ("a",)), "stop"),
+    ],
+)
+def test_wrong_requests_are_refused_here(batch, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        batch.add(*arguments)
+    assert batch.idle
+
+
+def test_what_opening_raises_comes_here(tmp_path, folder):
+    with pytest.raises(FileNotFoundError, match="model.onnx does not exist"):
+        BatchProcess(tmp_path, **OPTIONS)
+    with pytest.raises(ValueError, match="max_requests"):
+        BatchProcess(folder, **OPTIONS | {"max_requests": 0})
+
+
+def test_a_process_that_is_killed_is_told(batch):
+    request = batch.add([1, 2], 200, stop_tokens=())
+    batch.step()
+    os.kill(batch.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"has ended \(signal 9\)"):
+        run(batch)
+    assert "signal 9" in batch.over and not request.done
+    with pytest.raises(RuntimeError, match="signal 9"):
+        batch.add([1], 1)
+
+
+def test_waking_ends_a_wait(batch):
+    """Where no step runs that could: a request that was cancelled a moment ago is still open here."""
+    batch.open[99] = Request([1], 1, set())
+    timer = threading.Timer(0.2, batch.wake)
+    timer.start()
+    assert batch.step() == []
+    timer.join()
+
+
+class Failing:
+    """A batch whose steps fail."""
+
+    def __init__(self):
+        self.counts, self.cancelled, self.open = (0, 0), [], []
+        self.pages_in_use = self.shared_tokens = self.guessed = self.guessed_right = self.preemptions = 0
+
+    @property
+    def idle(self):
+        return not self.open
+
+    def _take_in(self, request):
+        if request.prompt == [0]:
+            raise ValueError("not this one")
+        self.open.append(request)
+
+    def step(self):
+        raise RuntimeError("out of memory")
+
+    def cancel(self, request):
+        self.open.remove(request)
+
+
+def test_a_step_that_fails_ends_all_requests():
+    """And one that the graphs refuse ends alone. The process goes on."""
+    sent, orders = [], []
+
+    def recv():
+        if not orders:
+            time.sleep(0.5)
+            raise EOFError
+        return orders.pop(0)
+
+    fields = dict(max_new_tokens=1, stop_tokens=set(), priority=0)
+    orders += [("add", 1, {"prompt": [0], **fields}, None), ("add", 2, {"prompt": [1], **fields}, None), ("cancel", 77)]
+    worker = _Worker(Failing(), SimpleNamespace(recv=recv, send=sent.append))
+    worker.run()
+    told = [t for t in sent if isinstance(t, Told)]
+    assert [str(error) for t in told for number, error in t.ended if number == 1] == ["not this one"]
+    assert any(t.error == "out of memory" for t in told) and worker.batch.idle and not worker.open
