@@ -95,6 +95,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "train_scale_speed_h200": of("train_scale_speed_h200", train_scale.speed_table),
     "genai_h200": of("genai_h200", vllm.text),
     "vllm_h200": of("vllm_h200", vllm.text),
+    "vllm_8b_h200": of("vllm_8b_h200", vllm.text),
     "vllm_h100": of("vllm_h100", vllm.text),
     "whole_models_h200": lambda: plot_end_to_end.text(pictures.whole_models()),
 }

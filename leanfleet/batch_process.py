@@ -85,7 +85,7 @@ class BatchProcess(Admission):
     Example:
         from leanfleet.batch_process import BatchProcess
 
-        batch = BatchProcess("serving", pages=64, providers=["CPUExecutionProvider"])
+        batch = BatchProcess("serving", pages=64, providers=["CPUExecutionProvider"], cuda_graph=False)
         request = batch.add([1, 2, 3], max_new_tokens=4, stop_tokens=())
         while not batch.idle:
             batch.step()
@@ -370,4 +370,3 @@ def main(number: str) -> None:
     connection.send(_sizes(batch))
     with suppress(BrokenPipeError, ConnectionResetError):  # the other process has ended
         _Worker(batch, connection).run()
-

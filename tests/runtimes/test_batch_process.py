@@ -28,7 +28,11 @@ def folder(tmp_path_factory):
     tokenizer = decoders.byte_tokenizer()
     sizes = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2, **sizes
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+        **sizes,
     )
     model, folder = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("served")
     export_decoder(model, folder)
