@@ -96,6 +96,7 @@ class BatchProcess(Admission):
     def __init__(self, folder: str | Path, **options: Any) -> None:
         self.state, self.closed, self._why = State(), False, ""
         self.arrivals, self.open = 0, dict[int, Request]()
+        self.leaving: set[int] = set()  # cancelled ones that the process has not said to be gone
         self.woken, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         ours, theirs = socket.socketpair()
@@ -145,7 +146,7 @@ class BatchProcess(Admission):
 
     @property
     def idle(self) -> bool:
-        return not self.open
+        return not (self.open or self.leaving)
 
     def _take_in(self, request: Request) -> None:
         if self.closed or self.over:
@@ -171,6 +172,7 @@ class BatchProcess(Admission):
         """Ends a request now; its pages go back to the pool."""
         request.done = True
         if self.open.pop(request.arrival, None) is not None:
+            self.leaving.add(request.arrival)
             self._send("cancel", request.arrival)
 
     def wake(self) -> None:
@@ -204,6 +206,7 @@ class BatchProcess(Admission):
                     request.top_logprobs.append(likeliest)
                 new.append((request, token))
         for number, error in told.ended:
+            self.leaving.discard(number)
             request = self.open.pop(number, None)
             if request is not None:
                 request.done, request.error = True, error
@@ -284,6 +287,7 @@ class _Worker:
     def _cancel(self, number: int) -> None:
         if (request := self._forget(number)) is not None:
             self.batch.cancel(request)
+        self.ended.append((number, None))
 
     def _forget(self, number: int) -> Request | None:
         request = self.open.pop(number, None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from leanfleet.generation import StopStrings, TextStream, add_each
 
@@ -33,8 +33,7 @@ class Closed(Exception):
     """The engine takes no requests any more."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What a step gave an answer: text, and its tokens' log-probabilities. reason: how the answer ended, in its last piece;
     message: with FAILED, why."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import json
 import math
 import os
 import socket
@@ -22,7 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,6 +29,7 @@ import onnxruntime
 import prometheus_client as prometheus
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -52,7 +52,6 @@ SWITCH = 2e-4  # seconds; Python's own is 5e-3, several steps of a small model
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
 TOO_LATE = Piece("")  # comes where an answer takes longer than it may
-JSON = json.JSONEncoder(ensure_ascii=False).encode
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
 
 
@@ -591,8 +590,7 @@ def joined(pieces: Iterable[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
         before = found[place[index]][1]
         found[place[index]] = (
             index,
-            replace(
-                piece,
+            piece._replace(
                 text=before.text + piece.text,
                 tokens=before.tokens + piece.tokens,
                 logprobs=before.logprobs + piece.logprobs,
@@ -728,14 +726,14 @@ class Reply:
         tokens, values = [word(t) for t, *_ in logprobs], [p for _, p, _ in logprobs]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": None}
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events. An answer that fails ends with an error and without [DONE]."""
 
         kind = "chat.completion.chunk" if self.chat else self.kind
-        head = JSON({**self.head, "object": kind})[:-1]  # the same in all events
+        head = b"data: " + to_json({**self.head, "object": kind})[:-1] + b","  # the same in all events
 
-        def event(**content: Any) -> str:
-            return f"data: {head}, {JSON(content)[1:]}\n\n"
+        def event(**content: Any) -> bytes:
+            return head + to_json(content)[1:] + b"\n\n"
 
         wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         more = {"usage": None} if wants_usage else {}
@@ -752,11 +750,11 @@ class Reply:
                 choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.reason}
                 yield event(choices=[choice], **more)
         except Refusal as refusal:
-            yield f"data: {bytes(self.server.refuse(refusal).body).decode()}\n\n"
+            yield b"data: " + bytes(self.server.refuse(refusal).body) + b"\n\n"
             return
         if wants_usage:
             yield event(choices=[], usage=self.usage())
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
 
 def load_server(

@@ -97,9 +97,13 @@ def test_requests_come_and_go(folder, batch):
         assert [[t for t, _ in top] for top in found.top_logprobs] == [[t for t, _ in top] for top in right.top_logprobs]
     assert batch.counts == (0, 0) and batch.idle and sum(r.shared for r in requests) == batch.shared_tokens > 0
     assert batch.pages == 30 and batch.capacity == here.capacity and batch.pool_bytes == here.pool_bytes
-    last = batch.add([4], 1)
+    assert batch.pages_in_use == 0
+    gone = batch.add([1, 2, 3], 200, stop_tokens=())
+    while not gone.tokens:
+        batch.step()
+    batch.cancel(gone)
     run(batch)
-    assert last.done and batch.pages_in_use == 0
+    assert batch.pages_in_use == 0
 
 
 def test_a_constraint_is_made_again(folder, batch):

@@ -41,10 +41,11 @@ def serving(base):
 
 
 def state(process):
-    """(bytes in memory, open files) of a process."""
-    place = Path(f"/proc/{process.pid}")
-    resident = int((place / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident, len(list((place / "fd").iterdir()))
+    """(bytes in memory, open files) of a process and the one that it runs its batch in."""
+    own = Path(f"/proc/{process.pid}")
+    places = [own, *(Path(f"/proc/{child}") for child in (own / f"task/{process.pid}/children").read_text().split())]
+    resident = sum(int((place / "statm").read_text().split()[1]) for place in places) * os.sysconf("SC_PAGE_SIZE")
+    return resident, sum(len(list((place / "fd").iterdir())) for place in places)
 
 
 async def gauges(port):
