@@ -1,12 +1,12 @@
 """An exported GGUF file on CPUs beside llama.cpp on the same file, as a user of either sees it.
 
-    leanfleet export MODEL.gguf DIR
+    leanfleet export MODEL.gguf DIR --serve
     python -m bench.models.llama_cpp DIR MODEL.gguf OUT.json [--threads 2] [--rounds 3]
 
-Prompts are random tokens, each request's its own; `prompt_seconds` is the time until every request of a batch has its first
-token, `step_milliseconds` that of a greedy token of all of them after it, over STEPS steps. Both sides run in processes of
-their own, in turns, a warm-up before each line; medians of the rounds. Needs llama-cpp-python. The machine should do nothing
-else.
+Ours is what `leanfleet generate` runs: ContinuousBatch, or the decoder where the folder is none to serve from. Prompts are
+random tokens, each request's its own; `prompt_seconds` is the time until every request of a batch has its first token,
+`step_milliseconds` that of a greedy token of all of them after it, over STEPS steps. Both sides run in processes of their own,
+in turns, a warm-up before each line; medians of the rounds. Needs llama-cpp-python. The machine should do nothing else.
 """
 
 import argparse
@@ -28,18 +28,38 @@ class Ours:
     def __init__(self, folder, file, threads):
         import onnxruntime
 
-        from leanfleet.ort_ops import load_decoder
+        from leanfleet.decoder_contract import DECODER, read_facts
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.decoder = load_decoder(folder, providers=["CPUExecutionProvider"], session_options=options)
-        self.vocabulary = self.decoder.vocabulary
+        self.folder, self.options = folder, onnxruntime.SessionOptions()
+        self.options.intra_op_num_threads = threads
+        self.facts = read_facts(folder, DECODER)
+        self.vocabulary = self.facts["vocabulary"]
+        self.decoders = {}  # of a warm-up and the run after it
         self.version = f"onnxruntime {onnxruntime.__version__}"
+
+    def decoder(self, requests, tokens):
+        """For so many prompts of so many tokens."""
+        from leanfleet.decoder_contract import has_serving
+        from leanfleet.generate import STEP_TOKENS
+        from leanfleet.ort_ops import load_decoder
+        from leanfleet.ort_ops.serving import ContinuousBatch
+
+        if (requests, tokens) not in self.decoders:
+            given = {"providers": ["CPUExecutionProvider"], "session_options": self.options}
+            if has_serving(self.folder):
+                pages = requests * -(-(tokens + STEPS + 1) // self.facts["block"])
+                step_tokens = min(requests * tokens, STEP_TOKENS)
+                found = ContinuousBatch(self.folder, pages, requests, step_tokens, share=False, **given)
+            else:
+                found = load_decoder(self.folder, **given)
+            self.decoders = {(requests, tokens): found}
+        return self.decoders[requests, tokens]
 
     def run(self, prompts):
         from leanfleet.ort_ops import generate
 
-        _, facts = generate(self.decoder, prompts, max_new_tokens=STEPS + 1, stop_tokens=())
+        decoder = self.decoder(len(prompts), len(prompts[0]))
+        _, facts = generate(decoder, prompts, max_new_tokens=STEPS + 1, stop_tokens=())
         return facts.prefill_seconds, facts.decode_seconds / STEPS
 
 
