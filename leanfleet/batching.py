@@ -24,6 +24,7 @@ import numpy as np
 
 from leanfleet import sampling as choice
 from leanfleet.decoder_contract import (
+    ALLOWED,
     BATCH,
     LOGITS,
     LOGPROB,
@@ -135,6 +136,10 @@ class Launched:
     results: np.ndarray
     mark: int
     top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
+
+
+class Over(RuntimeError):
+    """A batch cannot go on: the process that it runs in has ended."""
 
 
 class Leader(Protocol):
@@ -258,12 +263,27 @@ class Admission(ABC):
         self._take_in(request)
         return request
 
+    def allowed_by(self, constraint: Constraint) -> np.ndarray:
+        """What a constraint allows next: int32 [W]. Raises ValueError where that is none, or nothing is allowed."""
+        given, words = constraint.allowed(), words_of(self.vocabulary)
+        found = np.frombuffer(given, np.int32) if isinstance(given, bytes) else np.asarray(given)
+        if found.dtype.kind not in "iu" or found.dtype.itemsize != 4 or found.shape != (words,):
+            raise ValueError(
+                f"constraint: allowed() gives {found.dtype} {list(found.shape)}; expected int32 [{words}], a bit for each of "
+                f"{self.vocabulary} tokens"
+            )
+        bits = found.view(np.int32)
+        beyond = (1 << self.vocabulary % 32) - 1 if self.vocabulary % 32 else -1
+        if not (bits[:-1].any() or int(bits[-1]) & beyond):
+            raise ValueError("constraint: it allows no token; let it allow a stop token where nothing else may follow")
+        return bits
+
     def wake(self) -> None:
-        """From another thread, which has something to hand in: step() does not wait any longer, where it does."""
+        """For another thread, which has something to hand in: a step() that waits returns."""
         return None
 
     def close(self) -> None:
-        """Ends what a batch has beside its memory."""
+        """Ends the batch's process, if it has one of its own."""
         return None
 
     @abstractmethod
@@ -409,6 +429,15 @@ class Batch(FolderTokenizer, Admission):
             f"export it again with {SERVING.writer}"
         )
 
+    def no_constraints(self) -> str:
+        """Why constraints are refused; empty where they are not."""
+        if why := self.no_adjustments():
+            return why
+        path = self.path.with_name(SAMPLER_FILE)
+        if ALLOWED.encode() in path.read_bytes():  # names of inputs stand in an ONNX file as they are
+            return ""
+        return f"{path} is of an earlier version, which had no constraints: export it again with {SERVING.writer}"
+
     def _load_sampler(self) -> None:
         if self.sampler is not None:
             return
@@ -420,7 +449,7 @@ class Batch(FolderTokenizer, Admission):
         self.sampler = StepSampler(call, names, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
     def _first_allowed(self, constraint: Constraint) -> np.ndarray:
-        """_allowed_by of a new request's constraint. Raises ValueError where it is none, or cannot be served."""
+        """allowed_by of a new request's constraint. Raises ValueError where it is none, or cannot be served."""
         if not (hasattr(constraint, "allowed") and hasattr(constraint, "accept")):
             raise ValueError(
                 f"constraint is {str(constraint)[:60]!r}; expected an object with allowed() and accept(): leanfleet.grammar "
@@ -430,27 +459,9 @@ class Batch(FolderTokenizer, Admission):
             raise ValueError("constraint: it is another request's, which has not ended: give each request one of its own")
         if self.leader is not None:
             raise ValueError("constraint: of several ranks only the first would know it; serve the model from one process")
-        if self.sampler is None or not self.sampler.takes_constraints:
-            raise ValueError(
-                f"{self.path.with_name(SAMPLER_FILE)} is of an earlier version, which had no constraints: export it again with "
-                f"{SERVING.writer}"
-            )
-        return self._allowed_by(constraint)
-
-    def _allowed_by(self, constraint: Constraint) -> np.ndarray:
-        """int32 [W]. Raises ValueError where that is none, or nothing is allowed."""
-        given, words = constraint.allowed(), words_of(self.vocabulary)
-        found = np.frombuffer(given, np.int32) if isinstance(given, bytes) else np.asarray(given)
-        if found.dtype.kind not in "iu" or found.dtype.itemsize != 4 or found.shape != (words,):
-            raise ValueError(
-                f"constraint: allowed() gives {found.dtype} {list(found.shape)}; expected int32 [{words}], a bit for each of "
-                f"{self.vocabulary} tokens"
-            )
-        bits = found.view(np.int32)
-        beyond = (1 << self.vocabulary % 32) - 1 if self.vocabulary % 32 else -1
-        if not (bits[:-1].any() or int(bits[-1]) & beyond):
-            raise ValueError("constraint: it allows no token; let it allow a stop token where nothing else may follow")
-        return bits
+        if why := self.no_constraints():
+            raise ValueError(why)
+        return self.allowed_by(constraint)
 
     def _enqueue(self, request: Request) -> None:
         if self.snapshots.count:
@@ -739,7 +750,7 @@ class Batch(FolderTokenizer, Admission):
             if request.constraint is not None and not request.done:
                 try:
                     request.constraint.accept(token)
-                    request.allowed = self._allowed_by(request.constraint)
+                    request.allowed = self.allowed_by(request.constraint)
                 except Exception as error:  # its own: nobody else's request ends for it
                     request.error, request.done = error, True
             if request.done or guess[right : right + 1] != [token]:

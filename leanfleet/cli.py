@@ -758,9 +758,12 @@ def _serve(arguments: argparse.Namespace, here: ranks.Place | None = None, devic
         print(f"serving {server.name} at {address} ({kept}{key})", file=sys.stderr, flush=True)
 
     if here is None:
-        serve.run(server, arguments.host, arguments.port, arguments.grace, started)
-        if why := server.batch.over:
-            raise RuntimeError(why)
+        try:
+            serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+            if why := server.batch.over:
+                raise RuntimeError(why)
+        finally:
+            server.close()
         return 0
     # What asks the command to end asks rank 0, which lets running answers end; the others end with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if here.rank else _asked_to_end)

@@ -150,7 +150,7 @@ class Engine:
     def works(self) -> bool:
         """Whether requests can be answered, as far as is known: the thread runs, and no call has failed lately."""
         failed_lately = self.failure is not None and time.monotonic() - self.failed < RECOVERY
-        return self._thread.is_alive() and not failed_lately
+        return self._thread.is_alive() and not failed_lately and not self.batch.over
 
     def _take(self, answer: Answer) -> None:
         with self._changed:
@@ -213,7 +213,7 @@ class Engine:
             return False
         if not self.batch.idle:
             self._step()
-        if self.batch.over:  # of several ranks one has failed
+        if self.batch.over:  # one of several ranks has failed, or the batch's own process has ended
             self._fail(RuntimeError(self.batch.over))
             return False
         return True
@@ -224,7 +224,8 @@ class Engine:
         except Exception as error:  # of the runtime: nobody's tokens can be made
             self._fail(error)
             return
-        self.failure = None
+        if new:  # else it may only have been woken
+            self.failure = None
         now = time.monotonic()
         for some in one_each(new):
             self._tell(some, now)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANY_JSON = {"type": "object"}
+Form = Literal["json_schema", "regex", "choice", "grammar"]
 
 
 class Grammar:
@@ -34,9 +35,9 @@ class Grammar:
         print(grammar.allowed() != first)                   # True
     """
 
-    def __init__(self, matcher: LLMatcher, words: int, recipe: tuple[str, Any, frozenset[int]]) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, recipe: tuple[str, str, frozenset[int]]) -> None:
         self._matcher, self._bytes = matcher, 4 * words
-        self.recipe = recipe  # (method of Grammars, its argument, stop tokens): another process makes the same of it
+        self.recipe = recipe  # (form, text, stop tokens): Grammars.made in another process makes the same of it
 
     def allowed(self) -> bytes:
         """Bits of the tokens that may come next. Raises ValueError where the grammar has run into llguidance's limits."""
@@ -102,17 +103,24 @@ class Grammars:
         """A text of a context-free grammar in the syntax of Lark or of llama.cpp's GBNF. Raises ValueError for a wrong one."""
         return self._made("grammar", text)
 
-    def _made(self, form: Literal["json_schema", "regex", "choice", "grammar"], given: Any) -> Grammar:
+    def _made(self, form: Form, given: Any) -> Grammar:
         try:
             text = given if isinstance(given, str) else json.dumps(given)
+        except Exception as error:  # a deep schema is a RecursionError
+            raise ValueError(f"{form}: {_first_line(str(error))}") from None
+        return self.made(form, text)
+
+    def made(self, form: Form, text: str) -> Grammar:
+        """The constraint of a form and its text, JSON of a schema or of choices. Raises ValueError as the methods above do."""
+        try:
             grammar = self._llguidance.grammar_from(form, text)
             problem = self._llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
-        except Exception as error:  # of the conversion; a deep schema is a RecursionError
+        except Exception as error:  # of the conversion
             problem = str(error)
         if problem:
             raise ValueError(f"{form}: {_first_line(problem)}")
         matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        return Grammar(matcher, self._words, (form, given, self._stop_tokens))
+        return Grammar(matcher, self._words, (form, text, self._stop_tokens))
 
 
 def _first_line(text: str) -> str:

@@ -37,8 +37,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from leanfleet import driver, generation, grammar
-from leanfleet.batch_process import BatchProcess
-from leanfleet.batching import Batch
+from leanfleet.batch_process import SWITCH, BatchProcess
+from leanfleet.batching import Batch, Over
 from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.driver import Device
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
@@ -48,7 +48,6 @@ from leanfleet.ort_ops.sessions import CUDA, default_providers, on_device
 from leanfleet.ranks import RankError
 
 Pieces = asyncio.Queue[tuple[int, Piece]]  # of an HTTP request: the answer's number, and what a step gave it
-SWITCH = 2e-4  # seconds; Python's own is 5e-3, several steps of a small model
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
 TOO_LATE = Piece("")  # comes where an answer takes longer than it may
@@ -304,8 +303,9 @@ class Metrics:
 
 
 class Server:
-    """The application. batch: a ContinuousBatch, run in a thread while the application lives. tokenizers: two of the same, as
-    one does not decode while it encodes. name: of the model, for clients. key: an API key that requests must bring, or None."""
+    """The application. batch: a ContinuousBatch or a BatchProcess, run in a thread while the application lives. tokenizers: two
+    of the same, as one does not decode while it encodes. name: of the model, for clients. key: an API key that requests must
+    bring, or None."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class Server:
 
         self.engine = Engine(self.batch, self.decoder, self.max_waiting, observe)
         yield
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self.engine.close)
 
     def close(self) -> None:
         """Ends the engine, where it runs still, and what answers are left, and the batch's process if it has one."""
@@ -485,7 +485,7 @@ class Server:
             self.cancel(answers)
             if isinstance(error, Full):
                 raise Refusal(429, f"{self.max_waiting} requests wait already; try again later") from None
-            if isinstance(error, Closed | RankError):
+            if isinstance(error, Closed | Over | RankError):
                 raise Refusal(503, "the server ends") from None
             if isinstance(error, ValueError):
                 raise Refusal(400, str(error)) from None
@@ -836,6 +836,6 @@ def run(server: Server, host: str, port: int, grace: float, started: Callable[[s
 
     # A step's tokens are decoded in tens of microseconds: threads of the tokenizer's own would take the cores from everyone.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The engine's thread gets the interpreter back this soon from the loop's, which is busy with many streams: its step waits.
+    # The engine's thread gets the interpreter back this soon from the loop's, which is busy with many streams.
     sys.setswitchinterval(SWITCH)
     Announced(config).run([bound])

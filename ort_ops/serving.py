@@ -192,7 +192,7 @@ def open_batch(folder: str | Path, *, cuda_graph: bool | None = None, **options:
         batch.try_capture()
         return batch
     except RuntimeError as error:
-        warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
     options["pages"] = batch.pool.count
     del batch  # the next one needs its memory
     gc.collect()

@@ -231,6 +231,8 @@ def vllm_serving(folder, share, options):
     """The same of vLLM, over the configuration beside `folder` and its tokenizer."""
     from bench.models.vllm import write_config
 
+    if not (folder.parent / "bench.json").exists():
+        raise SystemExit(f"{folder} is not of bench.models.serving export, which says what model vLLM is to make up")
     own = write_config(folder.parent, json.loads((folder.parent / "bench.json").read_text())["model"])
     for path in folder.glob("tokenizer*.json"):
         shutil.copy(path, own)
@@ -243,12 +245,16 @@ def vllm_serving(folder, share, options):
     log = own / "log.txt"
     with log.open("w") as told:
         process = subprocess.Popen(list(map(str, command)), stdout=told, stderr=subprocess.STDOUT)
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-            return process, own.parent.name, f"http://127.0.0.1:{port}/v1"
-        except OSError:
-            time.sleep(0.5)
+    try:
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                return process, own.parent.name, f"http://127.0.0.1:{port}/v1"
+            except OSError:
+                time.sleep(0.5)
+    except BaseException:  # an interrupt
+        process.terminate()
+        raise
     raise SystemExit(f"vLLM did not start:\n{log.read_text()[-4000:]}")
 
 

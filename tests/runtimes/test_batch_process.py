@@ -1,9 +1,15 @@
 """Continuous batching in a process of its own gives what it gives in this one, and its end is told in words."""
 
+import http.client
+import json
 import os
 import signal
+import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +17,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet.batch_process import BatchProcess, Told, _Worker
-from leanfleet.batching import Request
+from leanfleet import serve
+from leanfleet.batch_process import BatchProcess, Result, _Worker
+from leanfleet.batching import Over, Request
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import add_serving
 from leanfleet.grammar import Grammars
 from leanfleet.ort_ops.serving import ContinuousBatch
-from support import decoders
+from support import decoders, http_server
 
 OPTIONS = dict(providers=["CPUExecutionProvider"], max_requests=4, step_tokens=32, cuda_graph=False)
 
@@ -154,12 +161,13 @@ def test_a_process_that_is_killed_is_told(batch):
 
 
 def test_waking_ends_a_wait(batch):
-    """Where no step runs that could: a request that was cancelled a moment ago is still open here."""
-    batch.open[99] = Request([1], 1, set())
+    """Where no step runs that could."""
+    batch.leaving.add(99)
     timer = threading.Timer(0.2, batch.wake)
     timer.start()
     assert batch.step() == []
     timer.join()
+    batch.leaving.clear()
 
 
 class Failing:
@@ -185,20 +193,115 @@ class Failing:
         self.open.remove(request)
 
 
-def test_a_step_that_fails_ends_all_requests():
-    """And one that the graphs refuse ends alone. The process goes on."""
-    sent, orders = [], []
+def worked(orders):
+    """What a worker over a batch whose steps fail says to orders, and the worker."""
+    sent, said, orders = [], threading.Event(), list(orders)
 
     def recv():
-        if not orders:
-            time.sleep(0.5)
-            raise EOFError
-        return orders.pop(0)
+        if orders:
+            return orders.pop(0)
+        assert said.wait(20)
+        raise EOFError
 
-    fields = dict(max_new_tokens=1, stop_tokens=set(), priority=0)
-    orders += [("add", 1, {"prompt": [0], **fields}, None), ("add", 2, {"prompt": [1], **fields}, None), ("cancel", 77)]
-    worker = _Worker(Failing(), SimpleNamespace(recv=recv, send=sent.append))
+    def send(result):
+        sent.append(result)
+        if result.error:
+            said.set()
+
+    worker = _Worker(Failing(), SimpleNamespace(recv=recv, send=send))
     worker.run()
-    told = [t for t in sent if isinstance(t, Told)]
-    assert [str(error) for t in told for number, error in t.ended if number == 1] == ["not this one"]
-    assert any(t.error == "out of memory" for t in told) and worker.batch.idle and not worker.open
+    return sent, worker
+
+
+FIELDS = dict(max_new_tokens=1, stop_tokens=set(), priority=0)
+
+
+def test_a_step_that_fails_ends_all_requests():
+    """And one that the graphs refuse ends alone. The process goes on."""
+    orders = [("add", 1, {"prompt": [0], **FIELDS}, None), ("cancel", 77), ("add", 2, {"prompt": [1], **FIELDS}, None)]
+    sent, worker = worked(orders)
+    assert all(isinstance(result, Result) for result in sent)
+    ended = {number: str(error) for result in sent for number, error in result.ended}
+    assert ended == {1: "not this one", 77: "None", 2: "out of memory"}
+    assert any(result.error == "out of memory" for result in sent) and worker.batch.idle and not worker.open
+
+
+def test_a_constraint_that_cannot_be_made_ends_its_request():
+    """One that is cancelled while it is made is not begun."""
+    ended = {}
+    worker = _Worker(Failing(), None)
+    worker._receive("add", 5, {"prompt": [1], **FIELDS}, ("choice", "[]", frozenset()))
+    worker._receive("add", 6, {"prompt": [1], **FIELDS}, ("choice", "[]", frozenset()))
+    worker._receive("cancel", 6)
+    threading.Thread(target=worker.make_constraints, daemon=True).start()
+    end = time.monotonic() + 20
+    while len(ended) < 2 or worker.made:
+        assert time.monotonic() < end
+        while worker.orders:
+            worker.orders.popleft()()
+        ended |= dict(worker.ended)
+        time.sleep(0.01)
+    assert "tokenizer" in str(ended[5]) and not worker.open and not worker.batch.open
+    request = Request([1], 1, set())
+    request.constraint = object()
+    worker._add(7, request)  # cancelled before its constraint was there
+    assert not worker.batch.open
+
+
+def test_options_that_cannot_be_sent():
+    with pytest.raises(ValueError, match="cannot be sent"):
+        BatchProcess("anywhere", session_options=threading.Lock())
+    with pytest.raises(ValueError, match="leave rank out"):
+        BatchProcess("anywhere", rank=0)
+
+
+def test_foreign_modules_of_the_current_folder_are_left_alone(folder, tmp_path, monkeypatch):
+    (tmp_path / "pickle.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    batch = BatchProcess(folder, pages=30, **OPTIONS)
+    batch.close()
+
+
+def test_over_http(folder):
+    """Clients at once get what the batch in this process gives them, and refusals are those of a server in one process."""
+    bodies = [{"prompt": f"question {i}", "max_tokens": 9, "temperature": i % 2, "seed": i} for i in range(8)]
+    bodies += [{"prompt": [], "max_tokens": 3}, {"prompt": "a", "structured_outputs": {"regex": "("}}]
+    bodies += [{"prompt": "a", "max_tokens": 12, "structured_outputs": {"choice": ["yes", "no"]}}]
+
+    def answers(own_process):
+        running = http_server.Running(folder, None, serve.Limits(), 50, own_process, pages=60, max_requests=4, step_tokens=32)
+        try:
+            with ThreadPoolExecutor(len(bodies)) as pool:
+                found = list(pool.map(partial(answer, running.port), bodies))
+            gone = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+            gone.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 150, "stream": True}))
+            gone.sock.recv(100)
+            gone.sock.shutdown(socket.SHUT_RDWR)
+            gone.close()
+            running.settle()
+        finally:
+            running.close()
+        return found
+
+    here, there = answers(False), answers(True)
+    assert there == here and [status for status, _ in here] == [200] * 8 + [400, 400, 200]
+
+
+def answer(port, body):
+    """(status, texts) of a completion."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    found = json.loads(response.read())
+    connection.close()
+    return response.status, [choice["text"] for choice in found.get("choices", ())]
+
+
+def test_closing(batch):
+    """A batch that is closed takes nothing, and says so; a server over it may be ended twice."""
+    batch.close()
+    for call in (lambda: batch.add([1], 1), batch.step):
+        with pytest.raises(Over, match="is closed"):
+            call()
+    assert batch.over == "" and batch.idle

@@ -117,6 +117,7 @@ def run(folder, vocabulary, steps, seed, speculate=0, provider="cpu", told=print
     providers = [("CUDAExecutionProvider", {"use_tf32": "0"})] if cuda else ["CPUExecutionProvider"]
     limits = dict(pages=PAGES, max_requests=RUNNING, step_tokens=STEP_TOKENS, speculate=speculate)
     batch, slow = ContinuousBatch(folder, providers=providers, cuda_graph=cuda, **limits), Slow(folder, providers)
+    rows = len(batch.free_states)
     beginnings = [[source.randrange(vocabulary) for _ in range(60)] for _ in range(6)]
     open_requests, ended, cancelled, seconds = [], [], 0, 0.0
     while batch.steps < steps or not batch.idle:
@@ -143,8 +144,8 @@ def run(folder, vocabulary, steps, seed, speculate=0, provider="cpu", told=print
         slow.check(ended[:TOGETHER])
         del ended[:TOGETHER]
     assert slow.parted <= PARTED * slow.checked, f"{slow.parted} of {slow.checked} answers part from the slow path's"
-    left = batch.pool.in_use if batch.pool else 0
-    assert not left, f"{left} pages are in use after the last request"
+    assert not batch.pool.in_use, f"{batch.pool.in_use} pages are in use after the last request"
+    assert len(batch.free_states) == rows, f"{rows - len(batch.free_states)} states are in use after the last request"
     found = {"steps": batch.steps, "answers": slow.checked, "tokens compared": slow.tokens, "near ties": slow.parted}
     graphs = {"graphs": len(batch.captured)} if cuda else {}
     return found | {"cancelled": cancelled, "preempted": batch.preemptions, "seconds of steps": round(seconds, 1)} | graphs

@@ -7,15 +7,17 @@ import time
 import uvicorn
 
 from leanfleet import serve
+from leanfleet.batch_process import BatchProcess
 from leanfleet.ort_ops.generation import load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 
 
 class Running:
-    """The server of a folder at `port`. options: of ContinuousBatch."""
+    """The server of a folder at `port`. own_process: of its batch. options: of ContinuousBatch."""
 
-    def __init__(self, folder, key, limits, max_waiting, **options):
-        self.batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **options)
+    def __init__(self, folder, key, limits, max_waiting, own_process=False, **options):
+        given = {"providers": ["CPUExecutionProvider"], "cuda_graph": False, **options}
+        self.batch = (BatchProcess if own_process else ContinuousBatch)(folder, **given)
         tokenizers = load_tokenizer(folder), load_tokenizer(folder)
         self.server = serve.Server(self.batch, tokenizers, "tiny", key, limits, max_waiting)
         bound = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -34,7 +36,7 @@ class Running:
         while (not self.batch.idle or engine.waiting or engine._answers) and time.monotonic() < end:
             time.sleep(0.02)
         assert self.batch.idle, "requests run though nobody waits for an answer"
-        assert self.batch.pool.in_use == 0, f"{self.batch.pool.in_use} pages are in use though nothing runs"
+        assert self.batch.pages_in_use == 0, f"{self.batch.pages_in_use} pages are in use though nothing runs"
         assert not engine._answers, f"{len(engine._answers)} answers are kept though nothing runs"
 
     def close(self):
@@ -42,3 +44,4 @@ class Running:
         self.thread.join(30)
         assert not self.thread.is_alive(), "the server does not end"
         assert not self.server.engine._thread.is_alive(), "the engine does not end"
+        self.server.close()
