@@ -1,12 +1,13 @@
 """Which ways of cutting short contexts are fastest, and the constants by which csrc/lean_attention/one_segment.h foresees it.
 
-    python -m bench.kernels.one_segment OUT --seed HEX [--shapes 200] [--rounds 7] [--many-rows]
+    python -m bench.kernels.one_segment OUT --seed HEX [--shapes 200] [--rounds 7] [--many-rows | --quantised]
     python -m bench.kernels.one_segment --fit FILE ...
 
 The first writes OUT.json: LeanAttention's decode on shapes drawn as in attention_drawn.py, of up to 128 rows, 40,000 keys and
 600 MB, with --many-rows of 17 rows and more, each by every way of one_segment.h and by the other kernels (-1). Every output is
 compared with float64. Times are medians of CUDA graphs' replays, all ways in turn, behind a read that flushes the L2 cache.
-Ways of more than 8,192 CTAs in clusters, or of less than 64 keys a CTA, are left out.
+Ways of more than 8,192 CTAs in clusters, or of less than 64 keys a CTA, are left out. With --quantised caches are of int8 with
+scales per token, of heads and rows that these ways take.
 
 The second prints the constants that predict such files best, near the fastest ways above all, and how the ways that they choose
 compare with the fastest. `one_segment` and `scheduled` are the header's estimates: a change of one is a change of the other.
@@ -47,16 +48,37 @@ SCHEDULED = {
     "next_unit": [6.09, 5.57],
     "unknown": [5.9],
 }
+# The same of quantised caches, with small CTAs alone.
+QUANTISED_ONE_SEGMENT = {
+    "start": [8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54],
+    "round": [1.5, 1.2, 1.83, 0.72, 2.18, 1.45],
+    "next_cta": [4.13, 4.38],
+    "many_rows": [1.54],
+    "again": [15.3],
+}
+QUANTISED_SCHEDULED = {
+    "start": [10.48, 17.99, 23.3, 12.93, 28.75],
+    "tile": [0.18, 0.02, 0.4, 0.34, 0.55],
+    "read": [4.62],
+    "next_unit": [3.97, 0.13],
+    "unknown": [3.71],
+}
+QUANTISED_HEADS = {64: 16, 128: 16, 256: 8}  # and rows, at most
 
 
-def shapes(seed, count, many_rows):
+def shapes(seed, count, many_rows, quantised):
     from bench.kernels.attention_drawn import drawn
 
     for shape in drawn(seed):
         rows, longest = shape["group"] * shape["new"], max(shape["lens"])
         read = 2 * sum(shape["lens"]) * shape["kv_heads"] * (shape["key_width"] + shape["value_width"])
-        if rows <= MOST_ROWS and longest <= MOST_KEYS and read <= MOST_BYTES and (rows > 16 or not many_rows):
-            yield shape
+        if quantised:
+            width = shape["key_width"]
+            taken = width == shape["value_width"] and rows <= QUANTISED_HEADS.get(width, 0)
+        else:
+            taken = rows > 16 or not many_rows
+        if rows <= MOST_ROWS and longest <= MOST_KEYS and read <= MOST_BYTES and taken:
+            yield shape | {"quantised": True} if quantised else shape
             count -= 1
         if count == 0:
             return
@@ -69,7 +91,7 @@ def measure(shape, seed, rounds):
     from bench.kernels.attention_drawn import Case
     from bench.kernels.timing import captured, times
 
-    case, graphs, calls = Case(shape, seed), {}, {}
+    case, graphs, calls = quantised_case(shape, seed) if shape.get("quantised") else Case(shape, seed), {}, {}
     row = {k: v for k, v in shape.items() if k != "lens"} | {"keys": sum(shape["lens"]), "longest": max(shape["lens"])}
     for way in [-1, *Short(row).ways()]:
         with mock.patch.dict("os.environ", LEANFLEET_ONE_SEGMENT=str(way)):
@@ -82,6 +104,24 @@ def measure(shape, seed, rounds):
     return {**row, "us": us}
 
 
+def quantised_case(shape, seed):
+    """A case whose keys and values are int8 and their scales per token, multiplied in `case.keys` and `case.values`."""
+    import torch
+
+    from bench.kernels.attention_drawn import Case
+    from bench.kernels.lean_attention import Node, quantised_inputs
+    from leanfleet.export.reference import numbers_of
+
+    case = Case(shape, seed)
+    caches, attrs = quantised_inputs({"key": case.keys, "value": case.values}, (torch.int8, torch.int8), "token")
+    case.keys, case.values = (
+        numbers_of(caches[f"{role}_cache"]).float() * caches[f"{role}_scale"].unsqueeze(-1) for role in ("key", "value")
+    )
+    table = {"block_table": case.table} if case.block else {}
+    case.ours = lambda: Node({"query": case.query, "seq_lens": case.seq_lens, **caches, **table}, attrs)
+    return case
+
+
 class Short:
     """What one_segment.h takes of a row's call."""
 
@@ -91,19 +131,22 @@ class Short:
         self.rows, self.units = row["group"] * row["new"], row["batch"] * row["kv_heads"]
         self.keys = -(-row["longest"] // row["block"]) * row["block"] if row["block"] else row["longest"]
         self.known = row["lengths"] == "equal" and not row["block"]
-        self.megabytes = self.units * self.keys * 2e-6 * (row["key_width"] + row["value_width"])
-        self.row_tile = 8 if self.rows <= 8 or self.kind == 2 else 16
+        self.narrow = row.get("quantised", False)
+        self.megabytes = self.units * self.keys * (1e-6 if self.narrow else 2e-6) * (row["key_width"] + row["value_width"])
+        self.row_tile = 8 if self.rows <= 8 or self.kind == 2 or self.narrow else 16
         self.row_tiles = -(-self.rows // self.row_tile)
 
     def ways(self):
         """Those that may be taken."""
         few = MOST_CTAS // self.units, self.keys // LEAST_KEYS
-        return [way for way, (_, parts) in enumerate(WAYS) if parts == 1 or parts <= min(few)]
+        return [
+            way for way, (small, parts) in enumerate(WAYS) if (parts == 1 or parts <= min(few)) and (small or not self.narrow)
+        ]
 
     def rounds(self, way):
         small, parts = WAYS[way]
         warps = 4 if small else 8 if self.kind == 2 else 12
-        return max(self.keys / (parts * warps * (32 if self.kind == 0 else 16)), 1.0)
+        return max(self.keys / (parts * warps * (32 if self.kind <= self.narrow else 16)), 1.0)
 
 
 def one_segment(c, call, way):
@@ -169,7 +212,9 @@ def fit(rows):
             (best / us["-1"]) ** 2 * math.log(scheduled(c, call) / us["-1"]) ** 2 for call, us, best in calls
         )
 
-    ways, others = descend(loss_of_ways, ONE_SEGMENT), descend(loss_of_scheduled, SCHEDULED)
+    quantised = rows[0].get("quantised", False)
+    ways = descend(loss_of_ways, QUANTISED_ONE_SEGMENT if quantised else ONE_SEGMENT)
+    others = descend(loss_of_scheduled, QUANTISED_SCHEDULED if quantised else SCHEDULED)
     for name, (constants, error) in {"one_segment_us": ways, "scheduled_us": others}.items():
         print(f"{name}: errors of {error:.1%}", {n: [round(x, 2) for x in values] for n, values in constants.items()})
     over, gains = [], []
@@ -188,6 +233,7 @@ def main():
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--many-rows", action="store_true")
+    parser.add_argument("--quantised", action="store_true")
     parser.add_argument("--fit", type=Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.fit:
@@ -198,7 +244,7 @@ def main():
 
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     rows = []
-    for i, shape in enumerate(shapes(arguments.seed, arguments.shapes, arguments.many_rows)):
+    for i, shape in enumerate(shapes(arguments.seed, arguments.shapes, arguments.many_rows, arguments.quantised)):
         rows.append(measure(shape, i, arguments.rounds))
         if i % 16 == 0:
             torch.cuda.empty_cache()

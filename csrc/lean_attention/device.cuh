@@ -73,6 +73,19 @@ __device__ __forceinline__ T from_float32(float x) {
   return static_cast<T>(x);
 }
 
+// A number of float16 or bfloat16, as args.dtype says, for kernels that are compiled once for both.
+struct EitherHalf {
+  uint16_t bits;
+};
+
+// body(type) with the type that T stands for.
+template <class T, class F>
+__device__ __forceinline__ auto with_half(const Args& args, F&& body) {
+  if constexpr (!std::is_same_v<T, EitherHalf>) return body(T{});
+  else if (args.dtype == static_cast<int>(DType::kFloat16)) return body(__half{});
+  else return body(__nv_bfloat16{});
+}
+
 __device__ __forceinline__ void store4(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
 template <class T>
 __device__ __forceinline__ void store4(T* to, float4 x) {
@@ -607,7 +620,8 @@ __device__ __forceinline__ void write_row(const Args& args, const Unit& unit, in
   const RowPlace place = row_place(args, unit, row);
   const RowEnd<T> end = row_end<T>(args, unit, place, max, sum);
   if (end.factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  store4(end.output + d, make_float4(o.x * end.factor, o.y * end.factor, o.z * end.factor, o.w * end.factor));
+  o = make_float4(o.x * end.factor, o.y * end.factor, o.z * end.factor, o.w * end.factor);
+  with_half<T>(args, [&](auto type) { store4(reinterpret_cast<decltype(type)*>(end.output + d), o); });
   if (d == 0) write_lse(args, unit, place, end.lse);
 }
 

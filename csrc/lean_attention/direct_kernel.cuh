@@ -13,11 +13,11 @@
 //
 // Rows of fewer columns than kWidth (kPartial) have zeros for the others, which are neither read nor written.
 //
-// Quantised caches (kNarrow) are read the same way, 32 tokens at once, and become halves in registers, the query too: its rows
-// are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15, or R / 4 from
-// R / 4 t on where rows are shorter than 64; of values R / 8 bytes from R / 8 g on; of outputs columns W g + 2 m and the next in
-// output[m], where W = kWidth / 8. Scales of keys are factors of the query's columns, of rows or of logits; those of values are
-// factors of the weights, which `lift` keeps in half's range, or of the output.
+// Quantised caches (kNarrow) are read the same way, 32 tokens at once, or 16 of 256 bytes, and become halves in registers, the
+// query too: its rows are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15,
+// or R / 4 from R / 4 t on where rows are shorter than 64; of values bytes 128 c + 16 g .. + 15, or R / 8 from R / 8 g on; of
+// outputs the columns of its values, two in each output[m]. Scales of keys are factors of the query's columns, of rows or of
+// logits; those of values are factors of the weights, which `lift` keeps in half's range, or of the output.
 #pragma once
 
 #include "lean_attention/cluster.cuh"
@@ -27,10 +27,13 @@
 
 namespace leanfleet::lean_attention {
 
-constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
+constexpr int kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
+// Warps of a CTA of DirectKernel, with units of so many rows: as many as registers suffice for, of which the output of 16 rows takes
+// as many as that of 8 rows twice as wide.
+LEANFLEET_HD constexpr int direct_warps(int width, int rows) { return width * rows <= 128 * 8 ? 12 : 8; }
 // Tokens that a CTA reads at once.
-constexpr int direct_tokens(int width, bool narrow) { return kDirectWarps * (narrow ? 32 : 16 * 128 / width); }
+constexpr int direct_tokens(int width, int rows, int bits) { return direct_warps(width, rows) * warp_tokens(width, bits); }
 
 // A segment, as all warps get it from one.
 struct DirectWork {
@@ -72,11 +75,9 @@ struct DirectRow {
   static constexpr int kBytes = kOwn < 16 ? kOwn : 16, kChunks = kOwn / kBytes;
 };
 
-template <int kWidth, bool kNarrow = false>
+template <int kWidth, int kKeys = kOfT>
 struct DirectTile {
-  static constexpr int kSlices = kNarrow || kWidth < 128 ? 2 : 1;  // of 16 tokens
-  static constexpr int kTokens = 16 * kSlices;
-  static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
+  static constexpr int kTokens = warp_tokens(kWidth, kKeys == kOfT ? 16 : kKeys == kInt4 ? 4 : 8), kSlices = kTokens / 16;
   static constexpr int kScratchStride = kWidth + 4;  // floats
 };
 
@@ -86,18 +87,21 @@ constexpr int direct_scratch_bytes(int warps, int rows) {
   return warps * rows * DirectTile<kWidth>::kScratchStride * 4;
 }
 
-// In shared memory, before the warps' outputs [kDirectWarps][rows][kScratchStride].
-template <class T, int kWidth>
+// In shared memory, before the warps' outputs [kWarps][rows][kScratchStride].
+template <class T, int kWidth, int kRows>
 struct alignas(16) DirectShared {
-  char inbox[DirectTile<kWidth>::kInboxItems * kInboxItemBytes];
-  T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
+  static constexpr int kWarps = direct_warps(kWidth, kRows);
+  static constexpr int kInboxItems = inbox_items(kRows, kWidth);
+  char inbox[kInboxItems * kInboxItemBytes];
+  // Of two segments: the query, and the keys and values that the call appends, into quantised caches in a launch of its own.
+  T staged[2][std::is_same_v<T, EitherHalf> ? 1 : 3][kRows][kWidth + 8];
   DirectWork works[2];
-  float row_power[2][kDirectRows];  // of quantised caches: what the query's rows were divided by, times a scale of all keys
-  float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
+  float row_power[2][kRows];  // of quantised caches: what the query's rows were divided by, times what all their logits are
+  float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
   Range<uint32_t> range;             // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
   bool more;                         // the range holds more
-  bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
+  bool absent[2][kRows];             // staged new tokens whose page is outside the pool
 };
 
 // 16 bytes that this launch does not write.
@@ -130,17 +134,17 @@ __device__ __forceinline__ void wait_for_append() {
 
 // kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
 // caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
-// kWarps: of the CTA. kOne: it has one segment, of which the warps know, and shared memory of OneSegmentShared. kBlocks: of 8 rows.
-template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared = DirectShared<T, kWidth>,
-          int kWarps = kDirectWarps, bool kOne = false, int kBlocks = 1>
+// Shared: DirectShared, or kOne: OneSegmentShared of a CTA with one segment, of which the warps know. kBlocks: of 8 rows, of a unit.
+template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared, bool kOne, int kBlocks>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
-  static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial) && !(kNarrow && kBlocks > 1));
-  using Tile = DirectTile<kWidth, kNarrow>;
+  static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial));
+  using Tile = DirectTile<kWidth, kKeys>;
   using KeyRow = DirectRow<kWidth, kKeys, false>;
   using ValueRow = DirectRow<kWidth, kValues, true>;
   using Product = std::conditional_t<kNarrow, __half, T>;
-  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kRows = 8 * kBlocks;
+  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kRows = 8 * kBlocks, kWarps = Shared::kWarps;
+  static constexpr int kPiece = kWidth / 8 / ValueRow::kChunks;  // columns of values that a lane has next to each other
   using Scores = float[kSlices][kBlocks][4];
 
   const Args& args;
@@ -155,10 +159,11 @@ struct DirectCta {
   unsigned missing;                        // of the keys read last: a bit for each token whose page is outside the pool
   unsigned missing_rows;                   // paged: the same for the tile that is read next
   int64_t key_row, value_row;              // and bytes to the row of its token `lane`
-  // Of quantised caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of
-  // rows 2 t and 2 t + 1: the output is to be multiplied by it.
+  // Of quantised caches. The row of token `lane` of the tile that is read next, among all of a cache; scales of token `lane` of the
+  // tile that is computed on, and of the one that is read next; `lift` of rows as in `max`: the output is to be multiplied by it.
+  uint32_t row;
   float key_scale, value_scale, next_key_scale, next_value_scale;
-  float lift[2];
+  float lift[kBlocks][2];
 
   __device__ __forceinline__ int group() const { return lane / 4; }
   __device__ __forceinline__ int member() const { return lane % 4; }
@@ -260,55 +265,72 @@ struct DirectCta {
     return clamp(token, work.seen.begin, work.cached_end - 1);
   }
 
-  // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
-  __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
-    const int wanted = begin + lane % kTokens, token = readable(work, wanted);
-    const int index = quotient(token, args.block), of_page = token - index * args.block;
-    int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
+  // The page of a token, and the token's place in it; a page outside the pool is found to be missing.
+  struct PagePlace {
+    int page, of_page;
+  };
+  __device__ __forceinline__ PagePlace find_page(const DirectWork& work, int wanted) {
+    const int token = readable(work, wanted), index = quotient(token, args.block);
+    const int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
-    if (!exists) page = 0;
-    key_row = bytes_of<kKeys>(page * args.key_strides.page + of_page * args.key_strides.token);
-    value_row = bytes_of<kValues>(page * args.value_strides.page + of_page * args.value_strides.token);
-    if constexpr (kNarrow) {
-      next_key_scale = token_scale(args.key_scales, work, page * args.key_scales.strides.page, of_page);
-      next_value_scale = token_scale(args.value_scales, work, page * args.value_scales.strides.page, of_page);
-    }
+    return {exists ? page : 0, token - index * args.block};
   }
 
-  __device__ __forceinline__ float token_scale(const Scales& scales, const DirectWork& work, int64_t at, int position) const {
-    if (scales.kind != kPerToken) return 1.0f;
-    return __ldg(scales.in + at + work.unit.head * scales.strides.head + position * scales.strides.token);
+  // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
+  __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
+    const auto [page, of_page] = find_page(work, begin + lane % kTokens);
+    key_row = bytes_of<kKeys>(page * args.key_strides.page + of_page * args.key_strides.token);
+    value_row = bytes_of<kValues>(page * args.value_strides.page + of_page * args.value_strides.token);
+  }
+
+  // Quantised caches: the same in rows, which keys, values and their scales have in the same places.
+  __device__ __forceinline__ void look_up_row(const DirectWork& work, int begin) {
+    const auto in_rows = [](int64_t numbers) { return static_cast<uint32_t>(static_cast<uint64_t>(numbers) / kWidth); };
+    const CacheStrides& strides = args.key_strides;
+    const int wanted = begin + lane % kTokens;
+    row = work.unit.head * in_rows(strides.head);
+    if (args.cache_kind == kPaged) {
+      const auto [page, of_page] = find_page(work, wanted);
+      row += page * in_rows(strides.page) + of_page * in_rows(strides.token);
+    } else {
+      missing_rows = 0;
+      row += work.unit.request.b * in_rows(strides.batch) +
+             (work.unit.request.start + readable(work, wanted)) * in_rows(strides.token);
+    }
+    next_key_scale = args.key_scales.kind == kPerToken ? __ldg(args.key_scales.in + row) : 1.0f;
+    next_value_scale = args.value_scales.kind == kPerToken ? __ldg(args.value_scales.in + row) : 1.0f;
   }
 
   // Before the reads of a tile: where its rows lie, and the scales of its tokens.
   __device__ __forceinline__ void prepare_reads(const DirectWork& work, int begin) {
-    if constexpr (kNarrow)
+    if constexpr (kNarrow) {
       if (begin + kTokens > work.unit.request.keys - work.unit.request.tokens) wait_for_append();
-    if (args.cache_kind == kPaged) {
-      look_up(work, begin);
-    } else if constexpr (kNarrow) {
-      const int position = work.unit.request.start + readable(work, begin + lane);
-      const int64_t b = work.unit.request.b;
-      next_key_scale = token_scale(args.key_scales, work, b * args.key_scales.strides.batch, position);
-      next_value_scale = token_scale(args.value_scales, work, b * args.value_scales.strides.batch, position);
+      look_up_row(work, begin);
+    } else {
+      if (args.cache_kind == kPaged) look_up(work, begin);
     }
   }
 
   // Reads of a tile with a token in the cache.
   __device__ __forceinline__ void read_keys(const DirectWork& work, int begin) {
     const char* rows_from[2 * kSlices];
-    const char* const base = work.keys + member() * KeyRow::kBytes;
     missing = 0;
-    if (args.cache_kind == kPaged) {
+    if constexpr (kNarrow) {
       missing = missing_rows;
-#pragma unroll
-      for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
+      find_rows<kKeys>(rows_from, args.key_cache, member() * KeyRow::kBytes, [&](int i) { return 8 * i + group(); });
     } else {
-      const int stride = static_cast<int>(bytes_of<kKeys>(args.key_strides.token));
+      const char* const base = work.keys + member() * KeyRow::kBytes;
+      if (args.cache_kind == kPaged) {
+        missing = missing_rows;
 #pragma unroll
-      for (int i = 0; i < 2 * kSlices; ++i)
-        rows_from[i] = base + static_cast<int64_t>(readable(work, begin + 8 * i + group())) * stride;
+        for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
+      } else {
+        const int stride = static_cast<int>(bytes_of<kKeys>(args.key_strides.token));
+#pragma unroll
+        for (int i = 0; i < 2 * kSlices; ++i)
+          rows_from[i] = base + static_cast<int64_t>(readable(work, begin + 8 * i + group())) * stride;
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2 * kSlices; ++i)
@@ -317,18 +339,34 @@ struct DirectCta {
         if (has_keys(c)) keys[i / 2][i % 2][c] = read_once<KeyRow::kBytes>(rows_from[i] + 64 * c);
   }
 
+  // Of quantised caches: byte `byte` of the rows of tokens token(i) of the tile.
+  template <int kForm, int kCount, class F>
+  __device__ __forceinline__ void find_rows(const char* (&from)[kCount], const void* cache, int byte, F&& token) const {
+    constexpr uint32_t kRowBytes = static_cast<uint32_t>(bytes_of<kForm>(kWidth));
+    const char* const base = static_cast<const char*>(cache) + byte;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)  // as one instruction, for which the compiler takes four
+      asm("mad.wide.u32 %0, %1, %2, %3;"
+          : "=l"(from[i])
+          : "r"(__shfl_sync(kFullWarp, row, token(i))), "n"(kRowBytes), "l"(base));
+  }
+
   __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
     const char* rows_from[4 * kSlices];
-    const char* const base = work.values + group() * ValueRow::kBytes;
-    if (args.cache_kind == kPaged) {
-#pragma unroll
-      for (int i = 0; i < 4 * kSlices; ++i)
-        rows_from[i] = base + __shfl_sync(kFullWarp, value_row, i / 2 * 8 + 2 * member() + i % 2);
+    const auto token = [&](int i) { return i / 2 * 8 + 2 * member() + i % 2; };
+    if constexpr (kNarrow) {
+      find_rows<kValues>(rows_from, args.value_cache, group() * ValueRow::kBytes, token);
     } else {
-      const int stride = static_cast<int>(bytes_of<kValues>(args.value_strides.token));
+      const char* const base = work.values + group() * ValueRow::kBytes;
+      if (args.cache_kind == kPaged) {
 #pragma unroll
-      for (int i = 0; i < 4 * kSlices; ++i)
-        rows_from[i] = base + static_cast<int64_t>(readable(work, begin + i / 2 * 8 + 2 * member() + i % 2)) * stride;
+        for (int i = 0; i < 4 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, value_row, token(i));
+      } else {
+        const int stride = static_cast<int>(bytes_of<kValues>(args.value_strides.token));
+#pragma unroll
+        for (int i = 0; i < 4 * kSlices; ++i)
+          rows_from[i] = base + static_cast<int64_t>(readable(work, begin + token(i))) * stride;
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4 * kSlices; ++i)
@@ -362,8 +400,11 @@ struct DirectCta {
       if (row >= args.group * work.unit.request.tokens || !has_column(false, column)) continue;
       const RowPlace place = row_place(args, work.unit, row);
       const T* const from = query_row<T>(args, work.unit, place);
-      if (rotates) x[i] = rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
-      else x[i] = *reinterpret_cast<const uint4*>(from + column);
+      if (rotates) {
+        const Rotation rotation = rotation_at(args, work.unit.request.position + place.token);
+        x[i] = with_half<T>(
+            args, [&](auto type) { return rotated_chunk(rotation, reinterpret_cast<const decltype(type)*>(from), column); });
+      } else x[i] = *reinterpret_cast<const uint4*>(from + column);
     }
   }
   __device__ __forceinline__ void store_query(const DirectWork& work, int which, const QueryChunks& x) const {
@@ -378,13 +419,16 @@ struct DirectCta {
       if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - staging_thread());
   }
 
+  // What logits are multiplied by; they are in base 2 then, or have the soft cap before them.
+  __device__ __forceinline__ float logit_scale() const { return args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E); }
+
   // 8 columns of a row of the query times the keys' scales of these, over a power of two near the row's largest number.
   __device__ __forceinline__ uint4 as_halves(const uint4& from, int head, int which, int row, int column) const {
     float2 x[4];
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = unpack_pair(T{}, word_of(from, i));
+      x[i] = with_half<T>(args, [&](auto type) { return unpack_pair(type, word_of(from, i)); });
       if (args.key_scales.kind == kPerChannel) {
         const float* const scales = args.key_scales.in + static_cast<int64_t>(head) * kWidth + column + 2 * i;
         x[i].x *= scales[0], x[i].y *= scales[1];
@@ -395,7 +439,9 @@ struct DirectCta {
     for (int offset = 1; offset < kRowChunks; offset *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     const float power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f, inverse = inverse_power(power);
-    if (column == 0) shared.row_power[which][row] = power * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
+    if (column == 0)
+      shared.row_power[which][row] =
+          power * logit_scale() * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
     // Columns that become halves together: those next to each other, or of int4 those 4 from each other.
     const auto pair = [&](int i) {
       if constexpr (kKeys != kInt4) return pack_pair(__half{}, x[i].x * inverse, x[i].y * inverse);
@@ -471,8 +517,8 @@ struct DirectCta {
     for (int n = 0; n < kBlocks; ++n) {
       max[n][0] = max[n][1] = -INFINITY;
       sum[n][0] = sum[n][1] = 0.0f;
+      if constexpr (kNarrow) lift[n][0] = lift[n][1] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
     }
-    if constexpr (kNarrow) lift[0] = lift[1] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
     int tile = first_tile(work);
     const int end = work.end;
     const bool any = tile < end;
@@ -540,19 +586,25 @@ struct DirectCta {
 
   __device__ __forceinline__ void score_narrow(int which, Scores& s) const {
     constexpr int kOfWord = kKeys == kInt4 ? 8 : 4, kWords = KeyRow::kBytes / 4;  // columns; words of a chunk
+    constexpr int kRowStride = kWidth + 8;
     const T* const query = &shared.staged[which][0][group()][kWords * kOfWord * member()];
     Scores other;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][0][i] = other[slice][0][i] = 0.0f;
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[slice][n][i] = other[slice][n][i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < KeyRow::kChunks; ++c)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         using Vector = std::conditional_t<kOfWord == 8, uint4, uint2>;
-        alignas(Vector) uint32_t of_query[kOfWord / 2];
-        *reinterpret_cast<Vector*>(of_query) = *reinterpret_cast<const Vector*>(query + 64 * c + kOfWord * w);
+        alignas(Vector) uint32_t of_query[kBlocks][kOfWord / 2];
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+          *reinterpret_cast<Vector*>(of_query[n]) =
+              *reinterpret_cast<const Vector*>(query + 8 * n * kRowStride + (4 * kWords * c + w) * kOfWord);
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) {
           uint32_t low[kOfWord / 2], high[kOfWord / 2];
@@ -561,19 +613,24 @@ struct DirectCta {
 #pragma unroll
           for (int i = 0; i < kOfWord / 2; i += 2) {
             const uint32_t a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
-            mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice][0] : other[slice][0], a, of_query[i], of_query[i + 1]);
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n)
+              mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice][n] : other[slice][n], a, of_query[n][i], of_query[n][i + 1]);
           }
         }
       }
-    const float powers[2] = {shared.row_power[which][2 * member()], shared.row_power[which][2 * member() + 1]};
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float of_token = __shfl_sync(kFullWarp, key_scale, 16 * slice + 8 * r + group());
 #pragma unroll
-        for (int c = 0; c < 2; ++c)
-          s[slice][0][2 * r + c] = (s[slice][0][2 * r + c] + other[slice][0][2 * r + c]) * (powers[c] * of_token);
+        for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float factor = shared.row_power[which][8 * n + 2 * member() + c] * of_token;
+            s[slice][n][2 * r + c] = (s[slice][n][2 * r + c] + other[slice][n][2 * r + c]) * factor;
+          }
       }
   }
 
@@ -598,7 +655,6 @@ struct DirectCta {
 
   // The online softmax of the tile's scores, and the sum of its values by these weights. gone: a bit for each token without a page.
   __device__ __forceinline__ void online_softmax_pv(const DirectWork& work, int begin, unsigned gone, Scores& s) {
-    const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
     const auto each = [&](auto&& change) {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
@@ -607,7 +663,10 @@ struct DirectCta {
 #pragma unroll
           for (int i = 0; i < 4; ++i) change(s[slice][n][i], slice, n, i);
     };
-    each([&](float& x, int, int, int) { x *= scale; });
+    if constexpr (!kNarrow) {
+      const float scale = logit_scale();
+      each([&](float& x, int, int, int) { x *= scale; });
+    }
     if (args.softcap > 0.0f) each([&](float& x, int, int, int) { x = cap_logit(x, args.softcap) * kLog2E; });
     if (begin < work.common.begin || begin + kTokens > work.common.end || gone != 0) {
       const int first_row = kOne ? work.unit.row_tile * kRows : 0;
@@ -648,7 +707,8 @@ struct DirectCta {
           const float factor = raise_max(top[n][c], max[n][c], sum[n][c]);
           // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
           // least power its row has next to no part in the output.
-          if (kNarrow && args.value_scales.kind == kPerToken) lift[c] = lift[c] * factor < 0x1p-120f ? 0.0f : lift[c] * factor;
+          if (kNarrow && args.value_scales.kind == kPerToken)
+            lift[n][c] = lift[n][c] * factor < 0x1p-120f ? 0.0f : lift[n][c] * factor;
           else multiply_output(n, c, factor);
         }
     }
@@ -666,7 +726,7 @@ struct DirectCta {
         p[n][0] = transpose_matrix(pack_pair(Product{}, s[slice][n][0], s[slice][n][1]));
         p[n][1] = transpose_matrix(pack_pair(Product{}, s[slice][n][2], s[slice][n][3]));
       }
-      if constexpr (kNarrow) add_values_narrow(slice, p[0][0], p[0][1]);
+      if constexpr (kNarrow) add_values_narrow(slice, p);
       else add_values_wide(slice, p);
     }
   }
@@ -699,50 +759,65 @@ struct DirectCta {
 
   // Multiplies the weights by their tokens' scales and divides them by lift, which rises where they would be large.
   __device__ __forceinline__ void lift_weights(Scores& p) {
-    float top[2] = {0.0f, 0.0f};
+    float top[kBlocks][2] = {};
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float of_token = __shfl_sync(kFullWarp, value_scale, 16 * slice + 8 * r + group());
 #pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            p[slice][n][2 * r + c] *= of_token;
+            top[n][c] = fmaxf(top[n][c], fabsf(p[slice][n][2 * r + c]));
+          }
+      }
+    bool rises = false;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+      rises = rises || top[n][0] > lift[n][0] * kMostOverLift || top[n][1] > lift[n][1] * kMostOverLift;
+    if (__any_sync(kFullWarp, rises)) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
         for (int c = 0; c < 2; ++c) {
-          p[slice][0][2 * r + c] *= of_token;
-          top[c] = fmaxf(top[c], fabsf(p[slice][0][2 * r + c]));
+          float x = fmaxf(top[n][c], lift[n][c]);
+#pragma unroll
+          for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+          const float now = power_below(x);
+          multiply_output(n, c, lift[n][c] * inverse_power(now));
+          lift[n][c] = now;
         }
-      }
-    if (__any_sync(kFullWarp, top[0] > lift[0] * kMostOverLift || top[1] > lift[1] * kMostOverLift)) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = fmaxf(top[c], lift[c]);
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-        const float now = power_below(x);
-        multiply_output(0, c, lift[c] * inverse_power(now));
-        lift[c] = now;
-      }
     }
-    const float below[2] = {lift[0] > 0.0f ? inverse_power(lift[0]) : 0.0f, lift[1] > 0.0f ? inverse_power(lift[1]) : 0.0f};
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
+    for (int n = 0; n < kBlocks; ++n) {
+      const float below[2] = {lift[n][0] > 0.0f ? inverse_power(lift[n][0]) : 0.0f,
+                              lift[n][1] > 0.0f ? inverse_power(lift[n][1]) : 0.0f};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[slice][0][i] *= below[i % 2];
+      for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[slice][n][i] *= below[i % 2];
+    }
   }
 
-  __device__ __forceinline__ void add_values_narrow(int slice, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add_values_narrow(int slice, const uint32_t (&p)[kBlocks][2]) {
     constexpr int kOfWord = kValues == kInt4 ? 8 : 4;
 #pragma unroll
-    for (int w = 0; w < ValueRow::kBytes / 4; ++w) {
-      const auto word = [&](int i) { return word_of(values[slice][i][0], w); };
-      uint32_t low[kOfWord], high[kOfWord];
-      column_pairs<static_cast<CacheForm>(kValues)>(word(0), word(1), low);
-      column_pairs<static_cast<CacheForm>(kValues)>(word(2), word(3), high);
+    for (int c = 0; c < ValueRow::kChunks; ++c)
 #pragma unroll
-      for (int i = 0; i < kOfWord; i += 2) {  // two columns of two tokens each
-        const uint32_t a[4] = {low[i], low[i + 1], high[i], high[i + 1]};
-        mma(__half{}, output[(kOfWord * w + i) / 2][0], a, p0, p1);
+      for (int w = 0; w < ValueRow::kBytes / 4; ++w) {
+        const auto word = [&](int i) { return word_of(values[slice][i][c], w); };
+        uint32_t low[kOfWord], high[kOfWord];
+        column_pairs<static_cast<CacheForm>(kValues)>(word(0), word(1), low);
+        column_pairs<static_cast<CacheForm>(kValues)>(word(2), word(3), high);
+#pragma unroll
+        for (int i = 0; i < kOfWord; i += 2) {  // two columns of two tokens each
+          const uint32_t a[4] = {low[i], low[i + 1], high[i], high[i + 1]};
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) mma(__half{}, output[(kPiece * c + kOfWord * w + i) / 2][n], a, p[n][0], p[n][1]);
+        }
       }
-    }
   }
 
   // This warp's statistics and output to shared memory.
@@ -760,11 +835,11 @@ struct DirectCta {
           shared.warp_max[row][warp] = max[n][c];
           shared.warp_sum[row][warp] = total;
         }
-        float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + (kNarrow ? kWidth / 8 : 8) * group();
-        if constexpr (kNarrow) multiply_output(n, c, lift[c]);
+        float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + kPiece * group();
+        if constexpr (kNarrow) multiply_output(n, c, lift[n][c]);
 #pragma unroll
         for (int m = 0; m < kWidth / 16; m += 2)
-          *reinterpret_cast<float4*>(to + (kNarrow ? 2 * m : m / 4 * 64 + m % 4 * 2)) =
+          *reinterpret_cast<float4*>(to + 2 * m / kPiece * 8 * kPiece + 2 * m % kPiece) =
               make_float4(output[m][n][c], output[m][n][2 + c], output[m + 1][n][c], output[m + 1][n][2 + c]);
       }
   }
@@ -793,6 +868,13 @@ struct DirectCta {
     return joined;
   }
 
+  // The same times the values' scales that are no tokens'.
+  __device__ __forceinline__ Joined join_scaled(const DirectWork& work, int row, int d) const {
+    Joined joined = join_warps(row, d);
+    if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, joined.output);
+    return joined;
+  }
+
   // That, 4 columns of a row a thread, to the output or, where the unit has other contributors, to global memory, where the last of
   // them merges all.
   __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
@@ -801,11 +883,12 @@ struct DirectCta {
     const ClusterShare share = cluster_share(kPartial ? args.value_width : kWidth, {0, own_rows}, work.segment);
     if (in_cluster) cluster_wait();
 #endif
-    const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
-    static_assert(kOne || kDirectRows * kWidth / 4 <= 32 * kWarps);
-    if (row < own_rows && has_column(true, d)) {
-      Joined x = join_warps(row, d);
-      if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, x.output);
+    constexpr int kQuads = kWidth / 4, kPasses = (kRows * kQuads + 32 * kWarps - 1) / (32 * kWarps);
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int item = (pass * kWarps + warp) * 32 + lane, row = item / kQuads, d = item % kQuads * 4;
+      if (row >= own_rows || !has_column(true, d)) continue;
+      const Joined x = join_scaled(work, row, d);
 #if __CUDA_ARCH__ >= 900
       if (in_cluster) send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
       else
@@ -825,19 +908,21 @@ struct DirectCta {
   }
 };
 
-template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT, bool kPartial = false>
-__global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_constant__ DirectLaunch launch) {
-  using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues, kPartial>;
-  using Tile = typename Cta::Tile;
+// kBlocks: of 8 rows, those of a unit.
+template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT, bool kPartial = false, int kBlocks = 1>
+__global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks), 1)
+    DirectKernel(const __grid_constant__ DirectLaunch launch) {
+  using Shared = DirectShared<T, kWidth, 8 * kBlocks>;
+  using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues, kPartial, Shared, false, kBlocks>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = 8192 / kWidth;
-  args.plan.row_tile = kDirectRows;
+  args.plan.row_tile = Cta::kRows;
   args.plan.min_range_work = kMinRangeWork;
   extern __shared__ __align__(16) char raw[];
-  auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
-  const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
+  auto& shared = *reinterpret_cast<Shared*>(raw);
+  const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Shared::kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Cta cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane, args.group * args.tokens};
   if constexpr (kPartial) cta.clear_rows();
@@ -930,11 +1015,13 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 }
 
 // In shared memory of a CTA with one segment, before the warps' outputs [kWarps][rows][kScratchStride].
-template <class T, int kWidth, int kRows, int kWarps, bool kCut>
+template <class T, int kWidth, int kRows, int kOfWarps, bool kCut>
 struct alignas(16) OneSegmentShared {
+  static constexpr int kWarps = kOfWarps;
   static constexpr int kInboxItems = inbox_items(kRows, kWidth);
   char inbox[kCut ? kInboxItems * kInboxItemBytes : 16];
   T staged[1][3][kRows][kWidth + 8];
+  float row_power[1][kRows];
   float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
   uint64_t inbox_full;
   bool absent[1][kRows];
@@ -957,12 +1044,12 @@ struct OneSegmentLaunch {
 
 // The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or, kCut, one
 // of the parts of a unit that the CTAs of a cluster share, whatever the lengths are.
-template <class T, int kWidth, int kRows, bool kSmall, bool kCut>
+template <class T, int kWidth, int kRows, bool kSmall, bool kCut, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
     OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
   using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
-  using Cta = DirectCta<T, kWidth, true, kOfT, kOfT, true, Shared, kWarps, true, kRows / 8>;
+  using Cta = DirectCta<T, kWidth, true, kKeys, kValues, kKeys == kOfT, Shared, true, kRows / 8>;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Cta::kTokens;
   args.plan.row_tile = kRows;
@@ -974,7 +1061,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
           static_cast<int>(threadIdx.x / 32),
           static_cast<int>(threadIdx.x % 32),
           min32(args.group * args.tokens, kRows)};
-  cta.clear_rows();
+  if constexpr (!Cta::kNarrow) cta.clear_rows();
   int unit = blockIdx.x, part = 0, parts = 1;
   if constexpr (kCut) {
     parts = launch.parts;
@@ -1003,6 +1090,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
   }
   __syncthreads();
   cta.run_segment(work, 0);
+  if constexpr (Cta::kNarrow) wait_for_append();
   cta.store_to_shared();
   __syncthreads();
   const Span rows = unit_rows(args, work.unit.request, row_tile);
@@ -1016,7 +1104,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
 #pragma unroll 1
     for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
       const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_warps(row, d);
+      const auto x = cta.join_scaled(work, row, d);
       send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
     }
     merge_in_cluster<T>(args, work.unit, inbox, share, cta.warp, kWarps);
@@ -1025,7 +1113,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
 #pragma unroll 1
     for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
       const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_warps(row, d);
+      const auto x = cta.join_scaled(work, row, d);
       write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum);
     }
   }
@@ -1037,27 +1125,40 @@ inline DirectGrid direct_grid(const Args& args) {
   return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, int kBlocks>
 int direct_shared_bytes(int rows) {
-  return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + direct_scratch_bytes<kWidth>(kDirectWarps, rows);
+  using Shared = DirectShared<T, kWidth, 8 * kBlocks>;
+  return static_cast<int>(sizeof(Shared)) + direct_scratch_bytes<kWidth>(Shared::kWarps, rows);
 }
 
-// The kernel for these caches and this embedding.
+// body(keys, values) with the forms of quantised caches that have a kernel, known to the compiler.
+template <class F>
+auto for_direct_forms(const Args& args, F&& body) {
+  constexpr std::integral_constant<int, kInt8> int8;
+  constexpr std::integral_constant<int, kFloat8> float8;
+  constexpr std::integral_constant<int, kInt4> int4;
+  if (args.key_scales.form == kFloat8) return body(float8, float8);
+  if (args.key_scales.form == kInt4) return body(int4, int4);
+  if (args.value_scales.form == kFloat8) return body(int8, float8);
+  return args.value_scales.form == kInt4 ? body(int8, int4) : body(int8, int8);
+}
+
+using DirectKernelPointer = void (*)(DirectLaunch);
+
+// The kernel for caches of T and this embedding.
 template <class T, int kWidth>
-auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
+DirectKernelPointer direct_kernel(const Args& args) {
   // Without an embedding the one with it does nothing.
-  if (!has_narrow_cache(args) && (args.key_width != kWidth || args.value_width != kWidth))
-    return DirectKernel<T, kWidth, true, kOfT, kOfT, true>;
-  if (!has_narrow_cache(args)) return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
-  switch (args.key_scales.form) {
-    case kInt8:
-      return args.value_scales.form == kInt8     ? DirectKernel<T, kWidth, true, kInt8, kInt8>
-             : args.value_scales.form == kFloat8 ? DirectKernel<T, kWidth, true, kInt8, kFloat8>
-                                                 : DirectKernel<T, kWidth, true, kInt8, kInt4>;
-    case kFloat8: return DirectKernel<T, kWidth, true, kFloat8, kFloat8>;
-    case kInt4: return DirectKernel<T, kWidth, true, kInt4, kInt4>;
-  }
-  return nullptr;
+  if (args.key_width != kWidth || args.value_width != kWidth) return DirectKernel<T, kWidth, true, kOfT, kOfT, true>;
+  return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
+}
+
+// That for these quantised caches.
+template <int kWidth, int kBlocks>
+DirectKernelPointer direct_narrow_kernel(const Args& args) {
+  return for_direct_forms(args, [](auto keys, auto values) -> DirectKernelPointer {
+    return DirectKernel<EitherHalf, kWidth, true, decltype(keys)::value, decltype(values)::value, false, kBlocks>;
+  });
 }
 
 // How a launch cuts the work: as the plan says, or by clusters where it may be, with fewer of the SMs where ranges are short.
@@ -1067,9 +1168,18 @@ enum class DirectCut { kPlan, kClusters, kClustersOfFew };
 template <class T, int kWidth>
 int launch_direct(const Args& args, DirectCut cut, void* stream);
 
+// The same over quantised caches, for units of 8 * kBlocks rows: 1 or 2 for 64 and 128 columns, 1 for 256. Compiled by
+// direct_narrow_launch.cu.in.
+template <int kWidth, int kBlocks>
+int launch_direct_narrow(const Args& args, DirectCut cut, void* stream);
+
 // OneSegmentKernel by args.plan, for units of 8 rows or, of up to 128 columns, 16, and widths of up to 64, 128 or 256. Compiled by one_segment_launch.cu.in,
 // a source file a type.
 template <class T>
 int launch_one_segment(const Args& args, int width, void* stream);
+
+// The same over quantised caches, for units of 8 rows and small CTAs. Compiled by one_segment_narrow_launch.cu.in.
+template <int kWidth>
+int launch_one_segment_narrow(const Args& args, void* stream);
 
 }  // namespace leanfleet::lean_attention

@@ -419,8 +419,23 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
   });
 }
 
+// Whether DirectKernel may run a plan, and the tokens that a CTA of it reads at once.
+bool is_direct(const Args& args, const Plan& plan) {
+  return has_narrow_cache(args) ? plan.directly : plan.row_tile == kDirectRows && padded_width(args) <= 128;
+}
+// The shared memory of DirectKernel over quantised caches, for units of so many rows.
+int narrow_direct_bytes(const Args& args, int rows) {
+  return for_padded_width(args, [&](auto w) {
+    constexpr int kWidth = decltype(w)::value;
+    return rows == 8 ? direct_shared_bytes<EitherHalf, kWidth, 1>(8) : direct_shared_bytes<EitherHalf, kWidth, 2>(16);
+  });
+}
+int tokens_at_once(const Args& args, const Plan& plan) {
+  return direct_tokens(padded_width(args), plan.row_tile, cache_bits(args));
+}
+
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
-constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
+constexpr int kNarrowUnitOverhead = 16;                   // 4, 8 and 32 are as fast
 constexpr int kShortPart = 128;                           // key tiles, measured
 
 }  // namespace
@@ -431,7 +446,7 @@ void cut_for_cuda(Args& args) {
   const int64_t each = ceil_div(args.total_tokens, args.requests);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32), few = args.group * each <= 16;
   const int64_t tokens = few ? each : (half ? prompt_rows(args) : kFloatRows) / args.group;
-  const int few_rows = has_narrow_cache(args) && !narrow_directly(args) ? kNarrowFewRows : 8;
+  const int few_rows = has_narrow_cache(args) && narrow_direct_rows(args, args.group) == 0 ? kNarrowFewRows : 8;
   if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(few_rows / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
 }
@@ -481,14 +496,15 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
     return plan;
   }
   // The kernels for few rows count positions in 32 bits.
-  const int tile = padded_width(args) == 64 ? 128 : 64;
+  const int tile = has_narrow_cache(args) ? 8192 / padded_width(args) : padded_width(args) == 64 ? 128 : 64;
   const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   if (has_narrow_cache(args)) {
-    const bool directly = plan.row_tile == kDirectRows && narrow_directly(args);
-    if (!directly) plan.row_tile = narrow_rows(rows);
-    plan.key_tile = directly ? tile : kNarrowTileKeys;
+    const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
+    plan.directly = direct_rows > 0 && narrow_direct_bytes(args, direct_rows) <= this_device(sm_count).shared_bytes;
+    plan.row_tile = plan.directly ? direct_rows : narrow_rows(rows);
+    plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;
   } else {
     const bool wgmma = takes_wgmma(args);
@@ -501,22 +517,22 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
   const int64_t tiles = args.capacity / plan.key_tile;
-  const bool read_at_once = plan.row_tile == kDirectRows && padded_width(args) <= 128 &&
-                            args.capacity <= parts * direct_tokens(padded_width(args), has_narrow_cache(args));
+  const bool read_at_once = is_direct(args, plan) && args.capacity <= parts * tokens_at_once(args, plan);
+  // Whether such a part is less than a range, in which units cost something too.
+  const bool few_tiles = plan.directly && tiles * sm_count <= (tiles + plan.unit_overhead) * busy;
   if (forced.ranges == 0 && parts > 0 && tiles < 1 << 19 &&
-      (read_at_once || busy * 20 >= int64_t{19} * sm_count ||
+      (read_at_once || few_tiles || busy * 20 >= int64_t{19} * sm_count ||
        (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
   plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
   // Pieces of prompts beside requests of few tokens keep the units of prompts: their rotary embedding comes before both launches.
   const bool pieces = args.short_tokens > 0 && args.tokens != args.short_tokens;
-  if (has_narrow_cache(args) || pieces || forced.ranges > 0) return plan;
+  if ((has_narrow_cache(args) && !plan.directly) || pieces || forced.ranges > 0) return plan;
   const int width = padded_width(args);
   const OneSegmentDevice device = this_device(sm_count);
   int way = forced.way;
   if (way == kAnyWay) way = choose_one_segment(args, width, device);
-  else if (way >= 0 && !can_take(device, width, one_segment_rows(width, static_cast<int>(rows)), kOneSegmentWays[way]))
-    way = -1;
+  else if (way >= 0 && !can_take(device, short_call(args, width), kOneSegmentWays[way])) way = -1;
   if (way >= 0) return one_segment_plan(args, width, way, sm_count);
   return plan;
 }
@@ -547,20 +563,18 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
   // contexts in one piece are read faster by TMA.
-  const bool few_tokens =
-      args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
-  const auto directly = [&] {
-    const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew
-                          : clusters             ? DirectCut::kClusters
-                                                 : DirectCut::kPlan;
-    return then_merge(for_type(args, [&](auto type) {
-      return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
-                         : launch_direct<decltype(type), 128>(args, cut, stream);
-    }));
-  };
+  const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once(args, args.plan);
+  const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew : clusters ? DirectCut::kClusters : DirectCut::kPlan;
   if (has_narrow_cache(args)) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
-    return args.plan.row_tile == kDirectRows ? directly() : then_merge(launch_narrow(args, max_shared_bytes, stream));
+    if (!args.plan.directly) return then_merge(launch_narrow(args, max_shared_bytes, stream));
+    return for_padded_width(args, [&](auto w) {
+      constexpr int kWidth = decltype(w)::value;
+      if (args.plan.one_segment > 0) return launch_one_segment_narrow<kWidth>(args, stream);
+      if constexpr (kWidth <= 128)
+        if (args.plan.row_tile > kDirectRows) return then_merge(launch_direct_narrow<kWidth, 2>(args, cut, stream));
+      return then_merge(launch_direct_narrow<kWidth, 1>(args, cut, stream));
+    });
   }
   if (by_16_bytes && args.plan.one_segment > 0)
     return for_type(args, [&](auto type) { return launch_one_segment<decltype(type)>(args, width, stream); });
@@ -575,7 +589,11 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (args.plan.row_tile == kDirectRows && width <= 128 && (few_tokens || args.cache_kind == kPaged)) return directly();
+  if (is_direct(args, args.plan) && (few_tokens || args.cache_kind == kPaged))
+    return then_merge(for_type(args, [&](auto type) {
+      return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
+                         : launch_direct<decltype(type), 128>(args, cut, stream);
+    }));
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
@@ -638,12 +656,10 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const auto launches = [&](const Args& part) {
-    return part.plan.row_tile == kDirectRows || narrow_fits(part, max_shared_bytes);
-  };
+  const auto launches = [&](const Args& part) { return part.plan.directly || narrow_fits(part, max_shared_bytes); };
   const bool fits = half && by_16_bytes && launches(args) && (args.short_tokens == 0 || launches(short_launch(args)));
   const bool rotates = args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
-  const bool directly = args.plan.row_tile == kDirectRows || (args.short_tokens > 0 && args.short_plan.row_tile == kDirectRows);
+  const bool directly = args.plan.directly || (args.short_tokens > 0 && args.short_plan.directly);
   if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;

@@ -64,6 +64,7 @@ struct Plan {
   // CUDA: so many CTAs, a cluster if several, share a unit, whatever the lengths; 0: no such rule. See OneSegmentKernel.
   int32_t one_segment = 0;
   bool small_ctas = false;  // these are small
+  bool directly = false;    // CUDA: quantised caches are read straight into registers, by DirectKernel
 };
 
 // A unit that a range begins and does not finish, for a merge apart.

@@ -11,21 +11,26 @@
 
 namespace leanfleet::lean_attention {
 
-// Warps of a CTA, of which an SM has one, and of a small one.
+// Warps of a CTA, of which an SM has one, and of a small one; quantised caches have small ones alone.
 LEANFLEET_HD constexpr int one_segment_warps(int width, bool small) { return small ? 4 : width > 128 ? 8 : 12; }
-// Tokens that it reads at once.
-LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small) {
-  return one_segment_warps(width, small) * (width < 128 ? 32 : 16);
+// Bits of a cache's number. Where keys are int4, all are that have these kernels.
+inline int cache_bits(const Args& args) {
+  return args.key_scales.kind == kNoScale ? 16 : args.key_scales.form == kInt4 ? 4 : 8;
+}
+// Tokens that a warp reads at once, and a CTA.
+LEANFLEET_HD constexpr int warp_tokens(int width, int bits) { return width * bits <= 64 * 16 ? 32 : 16; }
+LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small, int bits) {
+  return one_segment_warps(width, small) * warp_tokens(width, bits);
 }
 LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !small ? 1 : width > 128 ? 2 : 3; }  // of an SM
 // Bytes of shared memory of a CTA, at most.
 constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool cut) {
   const int warps = one_segment_warps(width, small);
   const int inbox = cut ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
-  return inbox + staged + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
+  return inbox + staged + 4 * rows + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
 }
 // Rows of a unit. width: columns of a row, or of the registers for them.
-inline int one_segment_rows(int width, int rows) { return rows <= 8 || width > 128 ? 8 : 16; }
+inline int one_segment_rows(int width, int rows, bool narrow) { return rows <= 8 || width > 128 || narrow ? 8 : 16; }
 
 struct OneSegmentWay {
   bool small;
@@ -46,6 +51,8 @@ struct ShortCall {
   double keys;       // of a context, at most
   double megabytes;  // of all, if all have so many
   bool known;        // they have
+  int bits;          // of a number
+  bool narrow;       // quantised caches
 };
 
 inline ShortCall short_call(const Args& args, int width) {
@@ -54,55 +61,76 @@ inline ShortCall short_call(const Args& args, int width) {
   call.rows = args.group * args.tokens;
   call.units = static_cast<double>(args.batch) * args.kv_heads;
   call.keys = args.capacity;
-  call.megabytes = call.units * call.keys * 2e-6 * (args.key_width + args.value_width);
+  call.bits = cache_bits(args);
+  call.narrow = call.bits < 16;
+  call.megabytes = call.units * call.keys * 1e-6 * (args.key_width + args.value_width) * call.bits / 8;
   call.known = args.seq_lens == nullptr && args.cache_kind == kDense;
   return call;
 }
+inline int one_segment_rows(const ShortCall& call) { return one_segment_rows(call.width, call.rows, call.narrow); }
 
 // Rounds of reads that the CTAs of a unit take.
 inline double one_segment_rounds(const ShortCall& call, OneSegmentWay way) {
-  const double rounds = call.keys / (way.parts * one_segment_tokens(call.width, way.small));
+  const double rounds = call.keys / (way.parts * one_segment_tokens(call.width, way.small, call.bits));
   return rounds < 1.0 ? 1.0 : rounds;
 }
 
+// Fitted to caches of 16 bits and to quantised ones, in microseconds. The latter have no large CTAs, nor units of 16 rows.
+struct OneSegmentCosts {
+  double start[8], round[2][3], next_cta[2];  // of ways; of large and small CTAs by width
+  double many_rows;                           // of a round, with units of 16 rows
+  double again_per_us;                        // megabytes that the second and later units of a head read
+};
+struct ScheduledCosts {
+  double start[5], tile[5], next_unit[2], unknown, read_per_us;  // by rows and width; megabytes
+};
+constexpr OneSegmentCosts kOneSegmentCosts[] = {
+    {{9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08},
+     {{1.50, 1.20, 1.83}, {1.18, 1.13, 1.64}},
+     {4.13, 5.11},
+     1.54,
+     15.3},
+    {{8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54}, {{1.50, 1.20, 1.83}, {0.72, 2.18, 1.45}}, {4.13, 4.38}, 1.54, 15.3}};
+constexpr ScheduledCosts kScheduledCosts[] = {
+    {{14.65, 20.50, 23.30, 22.67, 28.75}, {0.23, 0.02, 0.40, 0.34, 0.55}, {6.09, 5.57}, 5.90, 19.0},
+    {{10.48, 17.99, 23.30, 12.93, 28.75}, {0.18, 0.02, 0.40, 0.34, 0.55}, {3.97, 0.13}, 3.71, 4.62}};
+
 // Microseconds of OneSegmentKernel.
 inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
-  constexpr double kStart[] = {9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08};
-  constexpr double kRound[2][3] = {{1.50, 1.20, 1.83}, {1.18, 1.13, 1.64}}, kNextCta[] = {4.13, 5.11};  // large and small CTAs
-  constexpr double kOfManyRows = 1.54;  // of a round, with units of 16 rows
-  constexpr double kAgainPerUs = 15.3;  // megabytes that the second and later units of a head read
+  const OneSegmentCosts& costs = kOneSegmentCosts[call.narrow];
   const auto [small, parts] = kOneSegmentWays[way];
-  const int row_tile = one_segment_rows(call.width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
+  const int row_tile = one_segment_rows(call), row_tiles = ceil_div(call.rows, row_tile);
   const int per_sm = one_segment_ctas(call.width, small);
   // Clusters stand in groups of 16 SMs or some more.
   const double slots = parts == 1 ? sm_count * per_sm : 16 * per_sm / parts * parts * (sm_count < 18 ? 1 : sm_count / 18);
   const double waves = call.units * row_tiles * parts / slots, quantised = (waves + std::ceil(waves)) / 2;
   const double rounds = one_segment_rounds(call, kOneSegmentWays[way]), mean = call.known ? 1.0 : kMeanOfWhole;
-  const double round = kRound[small][call.width == 64 ? 0 : call.width == 128 ? 1 : 2] * (row_tile > 8 ? kOfManyRows : 1.0);
-  const double each = std::fmax(rounds * mean, 1.0) * round + kNextCta[small];
-  const double through = waves > 1.0 ? quantised * each - kNextCta[small] : 0.0;
-  const double us = kStart[way] + std::fmax(rounds * round, through);
-  return std::fmax(us, call.megabytes * mean * (row_tiles - 1) / kAgainPerUs);
+  const int width = call.width == 64 ? 0 : call.width == 128 ? 1 : 2;
+  const double round = costs.round[small][width] * (row_tile > 8 ? costs.many_rows : 1.0);
+  const double each = std::fmax(rounds * mean, 1.0) * round + costs.next_cta[small];
+  const double through = waves > 1.0 ? quantised * each - costs.next_cta[small] : 0.0;
+  const double us = costs.start[way] + std::fmax(rounds * round, through);
+  return std::fmax(us, call.megabytes * mean * (row_tiles - 1) / costs.again_per_us);
 }
 
 // Microseconds of the other kernels.
 inline double scheduled_us(const ShortCall& call, int sm_count) {
-  constexpr double kStart[] = {14.65, 20.50, 23.30, 22.67, 28.75}, kTile[] = {0.23, 0.02, 0.40, 0.34, 0.55};
-  constexpr double kNextUnit[] = {6.09, 5.57}, kUnknown = 5.90, kReadPerUs = 19.0;  // megabytes
+  const ScheduledCosts& costs = kScheduledCosts[call.narrow];
   const bool wide = call.width > 128;
   const double mean = call.known ? 1.0 : kMeanOfCut;
   const int kind = wide ? (call.rows <= 8 ? 3 : 4) : call.rows <= 8 ? 0 : call.rows <= 16 ? 1 : 2;
   const double row_tiles = call.rows > 64 && (kind == 2 || kind == 4) ? call.rows / 64.0 : 1.0;
   const double tiles = call.units * call.keys * mean / 64 / sm_count * row_tiles, units = call.units / sm_count;
-  return kStart[kind] + std::fmax(call.megabytes * mean / kReadPerUs, tiles * kTile[kind]) +
-         (units > 1.0 ? (units - 1.0) * kNextUnit[kind > 1] : 0.0) + (call.known ? 0.0 : kUnknown);
+  return costs.start[kind] + std::fmax(call.megabytes * mean / costs.read_per_us, tiles * costs.tile[kind]) +
+         (units > 1.0 ? (units - 1.0) * costs.next_unit[kind > 1] : 0.0) + (call.known ? 0.0 : costs.unknown);
 }
 
 // Whether one of the ways can be had, whatever it takes. Of new tokens a CTA keeps as many as rows.
 inline bool can_be_one_segment(const Args& args) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
-  return rows <= 128 && (!args.append || args.tokens <= one_segment_rows(width, static_cast<int>(rows)));
+  const bool narrow = cache_bits(args) < 16;  // the launch before appends
+  return rows <= 128 && (!args.append || narrow || args.tokens <= one_segment_rows(width, static_cast<int>(rows), narrow));
 }
 
 // What a device has.
@@ -112,9 +140,9 @@ struct OneSegmentDevice {
   int shared_bytes;  // of a CTA
 };
 
-inline bool can_take(const OneSegmentDevice& device, int width, int row_tile, OneSegmentWay way) {
-  return (way.parts == 1 || device.clusters) &&
-         one_segment_shared_bytes(width, row_tile, way.small, way.parts > 1) <= device.shared_bytes;
+inline bool can_take(const OneSegmentDevice& device, const ShortCall& call, OneSegmentWay way) {
+  return (way.parts == 1 || device.clusters) && (way.small || !call.narrow) &&
+         one_segment_shared_bytes(call.width, one_segment_rows(call), way.small, way.parts > 1) <= device.shared_bytes;
 }
 
 // The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon.
@@ -123,14 +151,14 @@ inline int choose_one_segment(const Args& args, int width, const OneSegmentDevic
   constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kLeastKeys = 64, kMostRounds = 8.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
-  const int row_tile = one_segment_rows(width, call.rows), row_tiles = ceil_div(call.rows, row_tile);
+  const int row_tiles = ceil_div(call.rows, one_segment_rows(call));
   double least = kNearly * scheduled_us(call, device.sm_count);
   int chosen = -1;
   for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
     const int parts = kOneSegmentWays[way].parts;
     if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds) continue;
     if (parts > 1 && (call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
-    if (!can_take(device, width, row_tile, kOneSegmentWays[way])) continue;
+    if (!can_take(device, call, kOneSegmentWays[way])) continue;
     const double us = one_segment_us(call, way, device.sm_count);
     if (us < least) least = us, chosen = way;
   }
@@ -140,8 +168,9 @@ inline int choose_one_segment(const Args& args, int width, const OneSegmentDevic
 // The plan of a way. max_ranges is for the kernel without tensor cores, which takes tensors that are not aligned.
 inline Plan one_segment_plan(const Args& args, int width, int way, int sm_count) {
   Plan plan = {};
-  plan.row_tile = one_segment_rows(width, args.group * args.tokens);
-  plan.key_tile = width < 128 ? 32 : 16;
+  plan.directly = cache_bits(args) < 16;
+  plan.row_tile = one_segment_rows(width, args.group * args.tokens, plan.directly);
+  plan.key_tile = warp_tokens(width, cache_bits(args));
   plan.max_ranges = sm_count;
   plan.min_range_work = 1;
   plan.one_segment = kOneSegmentWays[way].parts;

@@ -57,7 +57,8 @@ def choose(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def choose_way(tmp_path_factory):
-    """From (sm_count, clusters, shared bytes, B, Hkv, group, Nq, D, Dv, capacity, known, append) tuples to ways of one_segment.h."""
+    """From (sm_count, clusters, shared bytes, B, Hkv, group, Nq, D, Dv, capacity, known, append, quantised) tuples to ways of
+    one_segment.h."""
     return compiled(tmp_path_factory.mktemp("choose"), "one_segment_test")
 
 
@@ -110,7 +111,7 @@ def drawn_ways(choose_way, name):
         known = row["lengths"] == "equal" and not row["block"]
         room = -(-row["longest"] // block) * block
         names = ("batch", "kv_heads", "group", "new", "key_width", "value_width")
-        calls.append((132, 1, 232_448, *(row[name] for name in names), room, int(known), 0))
+        calls.append((132, 1, 232_448, *(row[name] for name in names), room, int(known), 0, int(row.get("quantised", 0))))
     return list(zip(rows, choose_way(calls), strict=True))
 
 
@@ -129,18 +130,23 @@ def test_ways_close_to_the_fastest(choose_way):
     assert sum(gain < 0.9 for gain in gains) <= 0.03 * len(gains)
 
 
-@pytest.mark.parametrize("name", ("one_segment_h200", "one_segment_fit_h200", "one_segment_fit_many_rows_h200"))
+@pytest.mark.parametrize(
+    "name", ("one_segment_h200", "one_segment_fit_h200", "one_segment_fit_many_rows_h200", "one_segment_fit_quantised_h200")
+)
 def test_the_script_that_fits_estimates_as_the_header(choose_way, name):
     one_segment = script("kernels.one_segment")
     for row, way in drawn_ways(choose_way, name):
-        assert way == one_segment.chosen(one_segment.ONE_SEGMENT, one_segment.SCHEDULED, one_segment.Short(row)), row
+        constants = one_segment.ONE_SEGMENT, one_segment.SCHEDULED
+        if row.get("quantised"):
+            constants = one_segment.QUANTISED_ONE_SEGMENT, one_segment.QUANTISED_SCHEDULED
+        assert way == one_segment.chosen(*constants, one_segment.Short(row)), row
 
 
 def test_ways_of_any_call(choose_way):
     """Within what kernels and devices take: no clusters where there are none, no more rows, new tokens or shared memory than there is
     room for."""
     calls = [
-        (sms, clusters, shared, b, kv, group, n, d, d, capacity, known, append)
+        (sms, clusters, shared, b, kv, group, n, d, d, capacity, known, append, quantised)
         for sms in (1, 20, 132)
         for clusters, shared in ((0, 101_376), (1, 232_448))
         for b, kv, group in ((1, 1, 1), (1, 8, 4), (4096, 8, 16), (1, 32, 71))
@@ -148,13 +154,17 @@ def test_ways_of_any_call(choose_way):
         for d in (8, 128, 256)
         for capacity in (1, 512, 1 << 30)
         for known, append in ((0, 0), (1, 1))
+        for quantised in (0, 1)
     ]
     for call, way in zip(calls, choose_way(calls), strict=True):
-        _, clusters, shared, _, _, group, n, d, _, capacity, _, append = call
+        _, clusters, shared, _, _, group, n, d, _, capacity, _, append, quantised = call
         assert -1 <= way < 8
         if way >= 0:
             assert group * n <= 128 and capacity < 1 << 30, call
             assert clusters or way in (0, 1), call
+            if quantised:
+                assert way in (0, 5, 6, 7), call
+                continue
             wide = 64 < d <= 128 and group * n > 8  # 16 rows of 12 warps' outputs of 132 floats
             assert not (way == 1 and wide) or shared > 101_376, call
             assert not append or n <= (8 if group * n <= 8 or d > 128 else 16), call

@@ -783,6 +783,21 @@ def test_attention_over_quantised_caches(lean_attention, quant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+def test_quantised_attention_of_one_segment_a_cta(lean_attention, monkeypatch, quant):
+    run, count = lean_attention
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", "0")
+    for seed, facts in enumerate(quantised_cases.CALLS):
+        turn = seed + QUANT_PAIRS.index(quant)
+        if facts["D"] != facts["Dv"] or facts["D"] not in (64, 128, 256):
+            continue
+        inputs, attrs = make_case(seed, VARIANTS[turn % 3], HALF[turn // 3 % 2], **facts, quant=quant)
+        before = count()
+        quantised_cases.check(partial(run, seed=seed), inputs, attrs, in_place=bool(attrs["append"]))
+        assert count() > before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
 def test_attention_over_quantised_caches_without_tensor_cores(lean_attention, dtype):
     """float32, and tensors of other types that begin anywhere."""

@@ -74,6 +74,8 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
             dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64),
             dict(lens=(1, 900, 64, 700), H=8, Hkv=2, D=40, Dv=72),
             dict(lens=(4000, 5, 900), H=10, Hkv=2, D=128, Dv=128, variant="paged"),
+            dict(lens=(700, 4000, 33), H=24, Hkv=2, D=128, Dv=128, variant="ragged"),
+            dict(lens=(3000, 40, 900), H=6, Hkv=2, D=256, Dv=256, variant="paged"),
             dict(lens=(400, 100), Nq=100, H=4, Hkv=2, D=128, Dv=128),
             dict(lens=(0, 0)),
         )
@@ -84,6 +86,17 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
             first = check(run, inputs, attrs)
             again = run(inputs, attrs)
             assert all(same_bits(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+@pytest.mark.parametrize("way", (-1, 0, 5, 6, 7))
+def test_ways_of_short_contexts(monkeypatch, way, quant):
+    """LEANFLEET_ONE_SEGMENT: a way of one_segment.h, of which some have clusters, or none of them."""
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
+    for seed, facts in enumerate(CALLS):
+        if facts["D"] == facts["Dv"] and facts["D"] in (64, 128, 256):
+            inputs, attrs = make_case(seed, VARIANTS[(seed + way) % 3], HALF[seed % 2], **facts, quant=quant)
+            check(run, to_cuda(inputs), attrs, in_place=bool(attrs["append"]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,10 +115,12 @@ def test_scales_and_pages(dtype):
     quantised_cases.check_pages_outside_the_pool(run, dtype, to_cuda)
 
 
+@pytest.mark.parametrize("D, way", ((128, -1), (128, 0), (128, 6), (256, -1), (256, 5)))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_graph_takes_any_lengths(variant):
-    """A captured step that appends in place, with lengths that change between replays, and repeated."""
-    S, facts = 1100, dict(spare=0, H=8, Hkv=2, D=128, Dv=128, append=True, rotary=64, quant=("token", "token"))
+def test_a_graph_takes_any_lengths(monkeypatch, variant, D, way):
+    """A captured step that appends in place, with lengths that change between replays, and repeated. way: as above."""
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
+    S, facts = 1100, dict(spare=0, H=8, Hkv=2, D=D, Dv=D, append=True, rotary=64, quant=("token", "token"))
     inputs, attrs = make_case(1, variant, torch.bfloat16, (S, S, S), **facts)
     inputs = {n: t.nan_to_num(0.01) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
     node = Launches("LeanAttention", to_cuda(inputs), attrs, in_place=True)

@@ -31,6 +31,11 @@ CALLS = (
     dict(lens=(130, 65), query_lens=(2, 1), Nq=2, H=6, Hkv=2, D=128, Dv=128, window=50, append=True, rotary=64),
     dict(lens=(200, 33, 0, 7), H=8, Hkv=1, D=128, Dv=128, softcap=4.0, sinks=True, append=True, rotary=9, block=5),
     dict(lens=(77, 290), Nq=1, H=14, Hkv=2, D=64, Dv=64, window=70, append=True, layout="bnhd", rotary=32, block=32),
+    dict(lens=(140, 3, 260), query_lens=(2, 1, 2), Nq=2, H=12, Hkv=2, D=64, Dv=64, window=90, append=True, rotary=16),
+    dict(lens=(210, 66), H=22, Hkv=2, D=128, Dv=128, softcap=5.0, sinks=True, append=True, layout="bnhd", rotary=64, block=16),
+    dict(lens=(180, 20), query_lens=(4, 3), Nq=4, H=4, Hkv=2, D=256, Dv=256, window=60, append=True, rotary=64),
+    dict(lens=(30, 250, 0), H=6, Hkv=3, D=256, Dv=256, sinks=True, layout="bnhd", block=8),
+    dict(lens=(150, 90), query_lens=(2, 1), Nq=2, H=12, Hkv=2, D=256, Dv=256, append=True, rotary=64, block=16),
 )
 
 

@@ -185,6 +185,7 @@ inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_u32(uint32_t& x, const void*
   if (reinterpret_cast<uintptr_t>(from) % 4 != 0) unsupported();
   std::memcpy(&x, from, 4);
 }
+inline void ptx_mad_wide_u32(const char*& y, uint32_t a, uint32_t b, const char* c) { y = c + static_cast<uint64_t>(a) * b; }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}

@@ -15,27 +15,35 @@ template <class T, int kWidth>
 int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*) {
   return cudaErrorNotSupported;
 }
+template <class T, int kWidth, int kBlocks>
+int launch_direct_kernel(const Args& args, DirectKernelPointer kernel, void* stream) {
+  const int bytes = direct_shared_bytes<T, kWidth, kBlocks>(args.group * args.tokens);
+  const int threads = 32 * direct_warps(kWidth, 8 * kBlocks);
+  kernel<<<args.plan.max_ranges, threads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
+  return cudaGetLastError();
+}
 template <class T, int kWidth>
-int launch_direct(const Args& args, DirectCut cut, void* stream) {
-  if constexpr (kWidth > 128) {
-    return cudaErrorNotSupported;
-  } else {
-    const auto kernel = direct_kernel<T, kWidth>(args);
-    const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
-    kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
-    return cudaGetLastError();
-  }
+int launch_direct(const Args& args, DirectCut, void* stream) {
+  return launch_direct_kernel<T, kWidth, 1>(args, direct_kernel<T, kWidth>(args), stream);
+}
+template <int kWidth, int kBlocks>
+int launch_direct_narrow(const Args& args, DirectCut, void* stream) {
+  return launch_direct_kernel<EitherHalf, kWidth, kBlocks>(args, direct_narrow_kernel<kWidth, kBlocks>(args), stream);
 }
 
 template <class T, int kWidth, int kRows>
-int launch_rows(const Args& args, void* stream) {
+int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream) {
   const bool small = args.plan.small_ctas;
-  const auto kernel =
-      small ? OneSegmentKernel<T, kWidth, kRows, true, false> : OneSegmentKernel<T, kWidth, kRows, false, false>;
   const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small);
   const int bytes = one_segment_bytes<T, kWidth, kRows>(small, false, min32(args.group * args.tokens, kRows));
   kernel<<<args.batch * args.kv_heads * row_tiles, threads, bytes, static_cast<cudaStream_t>(stream)>>>({1, row_tiles, args});
   return cudaGetLastError();
+}
+template <class T, int kWidth, int kRows>
+int launch_rows(const Args& args, void* stream) {
+  const auto kernel =
+      args.plan.small_ctas ? OneSegmentKernel<T, kWidth, kRows, true, false> : OneSegmentKernel<T, kWidth, kRows, false, false>;
+  return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
 }
 template <class T>
 int launch_one_segment(const Args& args, int width, void* stream) {
@@ -44,13 +52,19 @@ int launch_one_segment(const Args& args, int width, void* stream) {
   if (width == 128) return few ? launch_rows<T, 128, 8>(args, stream) : launch_rows<T, 128, 16>(args, stream);
   return launch_rows<T, 256, 8>(args, stream);
 }
+template <int kWidth>
+int launch_one_segment_narrow(const Args& args, void* stream) {
+  return for_direct_forms(args, [&](auto keys, auto values) {
+    const auto kernel = OneSegmentKernel<EitherHalf, kWidth, 8, true, false, decltype(keys)::value, decltype(values)::value>;
+    return launch_ctas<EitherHalf, kWidth, 8>(args, kernel, stream);
+  });
+}
 template int launch_one_segment<__half>(const Args&, int, void*);
 template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
-  template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);    \
-  template int launch_direct<T, kWidth>(const Args&, DirectCut, void*);
+  template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 template int launch_wgmma<__half, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 template int launch_wgmma<__nv_bfloat16, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 LEANFLEET_INSTANCES(__half, 64)
@@ -62,5 +76,17 @@ LEANFLEET_INSTANCES(__nv_bfloat16, 128)
 LEANFLEET_INSTANCES(__nv_bfloat16, 192)
 LEANFLEET_INSTANCES(__nv_bfloat16, 256)
 #undef LEANFLEET_INSTANCES
+template int launch_direct<__half, 64>(const Args&, DirectCut, void*);
+template int launch_direct<__half, 128>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 64>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 128>(const Args&, DirectCut, void*);
+template int launch_direct_narrow<64, 1>(const Args&, DirectCut, void*);
+template int launch_direct_narrow<128, 1>(const Args&, DirectCut, void*);
+template int launch_direct_narrow<256, 1>(const Args&, DirectCut, void*);
+template int launch_direct_narrow<64, 2>(const Args&, DirectCut, void*);
+template int launch_direct_narrow<128, 2>(const Args&, DirectCut, void*);
+template int launch_one_segment_narrow<64>(const Args&, void*);
+template int launch_one_segment_narrow<128>(const Args&, void*);
+template int launch_one_segment_narrow<256>(const Args&, void*);
 
 }  // namespace leanfleet::lean_attention
