@@ -33,6 +33,11 @@ __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, int by
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// For all but the last kGroups that were committed.
+template <int kGroups>
+__device__ __forceinline__ void cp_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
 
 __device__ __forceinline__ void store_8_bytes(uint32_t to, uint2 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");

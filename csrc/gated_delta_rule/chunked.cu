@@ -7,28 +7,14 @@
 // as rows, so that what one product leaves in registers is the left side of the next. The inverses of the 16 x 16 blocks on the
 // diagonal of I + M are found in float32; the rest of it is block substitution.
 // S, U and M enter as sums of two 16-bit numbers, K, Q and V as they are.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "core/op.h"
-#include "gated_delta_rule/tiles.cuh"
+#include "gated_delta_rule/warp_states.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
 namespace {
-
-constexpr int kSlice = 16 * kWarps;  // value columns of a CTA
-
-// What a token has beside its rows.
-struct Scalars {
-  DecaySums decay;
-  float beta[kChunk], prefix[kChunk], suffix[kChunk];
-  float key[kChunk], query[kChunk];  // factors of rows: 1 / length, and for queries scale too
-  alignas(16) float diagonal[kBlocks][kBlock][kDiagonalStride];
-};
 
 template <int kD>
 struct Layout {
@@ -64,105 +50,6 @@ __device__ __forceinline__ void fetch_chunk(const Args& args, const Place& place
   cp_async_commit();
 }
 
-// One warp: beta and the sums of g of `tokens` tokens; the others have 0 of both.
-__device__ __forceinline__ void take_scalars(const Args& args, const Place& place, int64_t token, int tokens, Scalars& s) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  float g[2] = {0.0f, 0.0f}, prefix[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int t = 32 * half + lane;
-    s.beta[t] = t < tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, place.batch, place.head, token + t)) : 0.0f;
-    if (t < tokens && args.log_decay != nullptr)
-      g[half] = __ldg(row_of<float>(args.log_decay, args.decay_strides, place.batch, place.head, token + t));
-  }
-  sum_decay(g, s.decay, prefix);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    s.prefix[32 * half + lane] = prefix[half];
-    s.suffix[32 * half + lane] = decay_between(s.decay, 32 * half + lane, kChunk - 1);
-  }
-}
-
-// A 16 x 16 block of floats as the left side of a product, in two 16-bit planes, times what `inverse` undoes by rows.
-template <class T>
-struct Left {
-  uint32_t high[4], low[4];
-  float inverse[2];
-
-  // a, b: columns 0 to 7 and 8 to 15.
-  __device__ __forceinline__ void take(const float (&a)[4], const float (&b)[4]) {
-    float factor[2] = {1.0f, 1.0f};
-    inverse[0] = inverse[1] = 1.0f;
-    if constexpr (std::is_same_v<T, __half>) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        row_scale(fmaxf(fmaxf(fabsf(a[2 * r]), fabsf(a[2 * r + 1])), fmaxf(fabsf(b[2 * r]), fabsf(b[2 * r + 1]))), factor[r],
-                  inverse[r]);
-    }
-    const float pairs[4][2] = {{a[0], a[1]}, {a[2], a[3]}, {b[0], b[1]}, {b[2], b[3]}};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t planes[2];
-      split_pair<T>(factor[i % 2] * pairs[i][0], factor[i % 2] * pairs[i][1], planes);
-      high[i] = planes[0], low[i] = planes[1];
-    }
-  }
-
-  // c += this times the 16 x 8 right side of `right`, which has no second plane.
-  __device__ __forceinline__ void multiply(float (&c)[4], uint32_t b0, uint32_t b1) const {
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    mma(T{}, sum, low, b0, b1);
-    mma(T{}, sum, high, b0, b1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += inverse[i / 2] * sum[i];
-  }
-  __device__ __forceinline__ void multiply(float (&c)[4], uint32_t b0, uint32_t b1, uint32_t low0, uint32_t low1) const {
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    mma(T{}, sum, high, low0, low1);
-    mma(T{}, sum, low, b0, b1);
-    mma(T{}, sum, high, b0, b1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += inverse[i / 2] * sum[i];
-  }
-};
-
-// This warp's rows of the tiles of -M, in two planes, with the inverse of I + M's block in place of the diagonal one.
-template <class T, int kD>
-__device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32_t low, Scalars& s, int warp, int lane) {
-  float c[2 * kBlocks][4];
-  pair_products<T, kD>(keys, keys, warp, lane, c);
-  float (&diagonal)[kBlock][kDiagonalStride] = s.diagonal[warp];
-#pragma unroll
-  for (int n = 0; n < 2 * kBlocks; ++n) {
-    if (n / 2 > warp) continue;
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-      const int t = kBlock * warp + fragment_row(lane, e), first = 8 * n + fragment_column(lane, e);
-      float m[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int from = first + i;
-        m[i] = from < t ? -s.beta[t] * s.key[t] * s.key[from] * decay_between(s.decay, from, t) * c[n][e + i] : 0.0f;
-      }
-      if (n / 2 < warp) {
-        store_planes<T>(high, low, t, first, m[0], m[1]);
-      } else {
-        diagonal[t % kBlock][first % kBlock] = m[0];
-        diagonal[t % kBlock][first % kBlock + 1] = m[1];
-      }
-    }
-  }
-  __syncwarp();
-  invert_block(diagonal, lane);
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-      const int row = fragment_row(lane, e), column = 8 * n + fragment_column(lane, e);
-      store_planes<T>(high, low, kBlock * warp + row, kBlock * warp + column, diagonal[row][column], diagonal[row][column + 1]);
-    }
-}
-
 // This warp's rows of the tile of P.
 template <class T, int kD>
 __device__ __forceinline__ void make_scores(uint32_t queries, uint32_t keys, uint32_t scores, const Scalars& s, int warp,
@@ -181,85 +68,6 @@ __device__ __forceinline__ void make_scores(uint32_t queries, uint32_t keys, uin
         p[i] = first + i <= t ? s.query[t] * s.key[first + i] * decay_between(s.decay, first + i, t) * c[n][e + i] : 0.0f;
       store_pair(scores, t, first, pack_pair(T{}, p[0], p[1]));
     }
-  }
-}
-
-// A warp's 16 columns of a state, transposed: [D/8 tiles][element], rows are value columns.
-template <class T, int kD>
-struct State {
-  float x[kD / 8][4];
-
-  template <bool kStore>
-  __device__ __forceinline__ void move(float* data, bool v_first, int column, int lane, int D, int V) {
-#pragma unroll
-    for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int v = column + fragment_row(lane, e), d = 8 * n + fragment_column(lane, e);
-        const bool there = v < V && d < D;
-        float* const at = data + (v_first ? static_cast<int64_t>(v) * D + d : static_cast<int64_t>(d) * V + v);
-        if constexpr (kStore) {
-          if (there) *at = x[n][e];
-        } else {
-          x[n][e] = there ? *at : 0.0f;
-        }
-      }
-  }
-
-  // c = S^T X^T for the tile of X.
-  __device__ __forceinline__ void multiply(uint32_t rows, int lane, float (&c)[2 * kBlocks][4]) const {
-#pragma unroll
-    for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
-      Left<T> left;
-      left.take(x[2 * k], x[2 * k + 1]);
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        uint32_t b[4];
-        load_matrices(b, right_rows(rows, block, k, lane));
-        left.multiply(c[2 * block], b[0], b[1]);
-        left.multiply(c[2 * block + 1], b[2], b[3]);
-      }
-    }
-  }
-};
-
-// U^T of a warp's columns; `u` is K S, transposed, on entry.
-template <class T>
-__device__ __forceinline__ void solve(uint32_t values, uint32_t high, uint32_t low, const Scalars& s, int column, int lane,
-                                      float (&u)[2 * kBlocks][4]) {
-#pragma unroll
-  for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int t = 8 * n + fragment_column(lane, e), c = column + fragment_row(lane, e);
-      const float v = unpack_one(T{}, load_2_bytes(values + element_offset(t, c)));
-      u[n][e] = s.beta[t] * (v - s.prefix[t] * s.key[t] * u[n][e]);
-    }
-  Left<T> solved[kBlocks];
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    uint32_t b[4], rest[4];
-#pragma unroll
-    for (int j = 0; j < i; ++j) {
-      load_matrices(b, right_rows(high, i, j, lane));
-      load_matrices(rest, right_rows(low, i, j, lane));
-      solved[j].multiply(u[2 * i], b[0], b[1], rest[0], rest[1]);
-      solved[j].multiply(u[2 * i + 1], b[2], b[3], rest[2], rest[3]);
-    }
-    solved[i].take(u[2 * i], u[2 * i + 1]);
-    load_matrices(b, right_rows(high, i, i, lane));
-    load_matrices(rest, right_rows(low, i, i, lane));
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) u[2 * i + n][e] = 0.0f;
-      solved[i].multiply(u[2 * i + n], b[2 * n], b[2 * n + 1], rest[2 * n], rest[2 * n + 1]);
-    }
-    solved[i].take(u[2 * i], u[2 * i + 1]);
   }
 }
 
@@ -305,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) ChunkedKernel(const __grid_constant_
     const int row = static_cast<int>(threadIdx.x) % kChunk;
     if (threadIdx.x < kChunk) s.key[row] = row_factor<T, kD>(keys, row, args.normalize, 1.0f);
     else s.query[row] = row_factor<T, kD>(queries, row, args.normalize, args.scale);
-    if (warp == 0) take_scalars(args, place, token, tokens, s);
+    if (warp == 0) take_scalars(args, place.batch, place.head, token, tokens, s);
     __syncthreads();
     make_system<T, kD>(keys, high, low, s, warp, lane);
     make_scores<T, kD>(queries, keys, scores, s, warp, lane);
@@ -313,7 +121,8 @@ __global__ void __launch_bounds__(kThreads) ChunkedKernel(const __grid_constant_
 
     float u[2 * kBlocks][4];
     state.multiply(keys, lane, u);
-    solve<T>(values, high, low, s, own, lane, u);
+    take_rest<T>(values, s, warp, lane, u);
+    solve<T>(high, low, lane, u);
     for (int64_t h = 0; h < place.group; ++h) {
       if (h > 0) {  // another query head of this state
         __syncthreads();
@@ -368,30 +177,8 @@ __global__ void __launch_bounds__(kThreads) ChunkedKernel(const __grid_constant_
       __syncwarp();
     }
 
-    const float kept = s.prefix[kChunk - 1];
-#pragma unroll
-    for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state.x[n][e] *= kept;
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
-#pragma unroll
-      for (int n = 2 * k; n < 2 * k + 2; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int t = 8 * n + fragment_column(lane, e);
-          u[n][e] *= s.suffix[t] * s.key[t];
-        }
-      Left<T> left;
-      left.take(u[2 * k], u[2 * k + 1]);
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
-        uint32_t b[4];
-        load_matrices_transposed(b, right_depth(keys, k, n, lane));
-        left.multiply(state.x[2 * n], b[0], b[1]);
-        left.multiply(state.x[2 * n + 1], b[2], b[3]);
-      }
-    }
+    scale_columns(u, s.suffix, s.key, lane);
+    state.enter(keys, lane, u, s.prefix[kChunk - 1]);
   }
   if (there && args.final_state != nullptr)
     state.template move<true>(args.final_state + at, args.state_v_first, column, lane, D, V);

@@ -90,6 +90,30 @@ __device__ __forceinline__ ChunkPlace chunk_of(const Args& args, int64_t slot) {
   return {0, token, static_cast<int>(left < 0 ? 0 : left < kChunk ? left : kChunk)};
 }
 
+// The chunks first .. last - 1 of a request that a window of slots has. begins, ends: the request does.
+struct Work {
+  Span span;
+  int64_t batch, request, first, last;
+  bool there, begins, ends;
+};
+__device__ __forceinline__ Work find_work(const Args& args, int64_t first_slot, int64_t slots, int64_t request) {
+  Work work = {};
+  work.span = tokens_of_request(args, request);
+  work.request = request;
+  work.batch = args.cu_seqlens == nullptr ? request : 0;
+  const int64_t chunks = ceil_div(work.span.end - work.span.begin, int64_t{kChunk});
+  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
+  const int64_t before = first_slot - slot_of(args, request, work.span.begin, 0);
+  const int64_t first = before > 0 ? ceil_div(before, step) : 0, last = ceil_div(before + slots, step);
+  work.first = first;
+  work.last = last < chunks ? last : chunks;
+  // A request without tokens is walked where its first chunk would be.
+  work.there = before + slots > 0 && (first < chunks || (chunks == 0 && before <= 0));
+  work.begins = before <= 0;
+  work.ends = last >= chunks;
+  return work;
+}
+
 struct PromptMaps {
   CUtensorMap query, key, value;
 };

@@ -105,5 +105,12 @@ bool prompt_fits(const Args& args, const CudaTarget& target);
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched);
 // The gradients, for D up to kCudaMaxKeyWidth.
 int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
+// In chunks on tensor cores, for 16-bit prompts with a decay of each token: all but sums over what shares a head of queries or
+// keys, and lengths of rows. shared: bytes that a CTA gets.
+struct GradParts {
+  float *query, *key;  // [B, heads or v_heads, tokens, D], of unit rows, with scale for queries
+};
+bool grad_chunks_fit(const GradArgs& args, int shared);
+int launch_grad_chunks(const GradArgs& args, const GradParts& parts, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -1,5 +1,5 @@
 // GatedDeltaRuleGrad in chunks of 16 tokens, with float32 products on the ordinary cores; cpu_kernel.cpp has the equations.
-// Three kernels:
+// Three kernels, of which grad_chunks.cu has others in place of the first two for what goes on tensor cores:
 //   ScoresKernel   of all chunks at once, what depends on no state: N, P and the lengths of rows
 //   StatesKernel   takes a CTA's value columns of one state through all chunks and back. Thread d has key dimension d: its row of
 //                  the state and of its gradient, and its elements of the chunk's rows. States before chunks are kept on the way
@@ -595,44 +595,79 @@ struct RowSums {
   int64_t heads, all_heads;
   int slices;
   float scale;
+  unsigned blocks;  // of a head's tokens
+  bool vectors;
 };
+
+// Four neighbouring numbers of a row, from d on; with `vectors` rows are whole vectors of four.
+template <class T>
+__device__ __forceinline__ void take_four(const T* row, int d, int D, bool vectors, float (&x)[4]) {
+  if (vectors) {
+    alignas(4 * sizeof(T)) T four[4];
+    if constexpr (sizeof(T) == 4) *reinterpret_cast<float4*>(four) = *reinterpret_cast<const float4*>(row + d);
+    else *reinterpret_cast<uint2*>(four) = *reinterpret_cast<const uint2*>(row + d);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = static_cast<float>(four[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = d + i < D ? static_cast<float>(row[d + i]) : 0.0f;
+  }
+}
 
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     SumsKernel(const __grid_constant__ Args args, const __grid_constant__ RowSums sums) {
+  constexpr int kFours = kCudaMaxKeyWidth / 128;
   const int lane = static_cast<int>(threadIdx.x % 32), D = static_cast<int>(args.key_width);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSumThreads / 32) + threadIdx.x / 32;
-  if (row >= args.batch * sums.heads * args.tokens) return;  // the whole warp
-  const int64_t token = row % args.tokens, head = row / args.tokens % sums.heads, batch = row / args.tokens / sums.heads;
-  const int64_t group = sums.all_heads / sums.heads;
+  const int64_t token = static_cast<int64_t>(blockIdx.x % sums.blocks) * (kSumThreads / 32) + threadIdx.x / 32;
+  const unsigned heads = static_cast<unsigned>(sums.heads), unit = blockIdx.x / sums.blocks;
+  const int64_t head = unit % heads, batch = unit / heads, group = sums.all_heads / sums.heads;
+  if (token >= args.tokens) return;  // the whole warp
   const bool there = args.cu_seqlens == nullptr || request_of(args, token) >= 0;
   const T* const from = row_of<T>(sums.rows, sums.strides, batch, head, token);
-  float x[kCudaMaxKeyWidth / 32], y[kCudaMaxKeyWidth / 32], squares = 0.0f, along = 0.0f;
+  float x[kFours][4] = {}, y[kFours][4] = {}, squares = 0.0f, along = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kCudaMaxKeyWidth / 32; ++j) {
-    const int d = 32 * j + lane;
-    float sum = 0.0f;
-    x[j] = there && d < D ? static_cast<float>(from[d]) : 0.0f;
-    for (int64_t i = 0; i < group * sums.slices && there && d < D; ++i)
-      sum +=
-          sums.parts[(((i % sums.slices * args.batch + batch) * sums.all_heads + head * group + i / sums.slices) * args.tokens +
-                      token) *
-                         D +
-                     d];
-    y[j] = sums.scale * sum;
-    squares += x[j] * x[j];
+  for (int j = 0; j < kFours; ++j) {
+    const int d = 128 * j + 4 * lane;
+    if (!there || d >= D) continue;
+    take_four(from, d, D, sums.vectors, x[j]);
+    for (int64_t member = 0; member < group; ++member)
+      for (int slice = 0; slice < sums.slices; ++slice) {
+        float part[4];
+        take_four(
+            sums.parts + (((slice * args.batch + batch) * sums.all_heads + head * group + member) * args.tokens + token) * D, d,
+            D, sums.vectors, part);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[j][i] += part[i];
+      }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[j][i] *= sums.scale;
+      squares += x[j][i] * x[j][i];
+    }
   }
   const float inverse = args.normalize ? 1.0f / sqrtf(over_warp(squares) + kUnitRowEps) : 1.0f;
 #pragma unroll
-  for (int j = 0; j < kCudaMaxKeyWidth / 32; ++j) {
-    x[j] *= inverse;
-    along += x[j] * y[j];
-  }
+  for (int j = 0; j < kFours; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[j][i] *= inverse;
+      along += x[j][i] * y[j][i];
+    }
   along = args.normalize ? over_warp(along) : 0.0f;
   T* const to = static_cast<T*>(sums.out) + (from - static_cast<const T*>(sums.rows));
 #pragma unroll
-  for (int j = 0; j < kCudaMaxKeyWidth / 32; ++j)
-    if (32 * j + lane < D) to[32 * j + lane] = static_cast<T>(there ? (y[j] - x[j] * along) * inverse : 0.0f);
+  for (int j = 0; j < kFours; ++j) {
+    const int d = 128 * j + 4 * lane;
+    if (d >= D) continue;
+    alignas(4 * sizeof(T)) T four[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = static_cast<T>(there ? (y[j][i] - x[j][i] * along) * inverse : 0.0f);
+    if (sums.vectors && sizeof(T) == 4) *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(four);
+    else if (sums.vectors) *reinterpret_cast<uint2*>(to + d) = *reinterpret_cast<const uint2*>(four);
+    else
+      for (int i = 0; i < 4 && d + i < D; ++i) to[d + i] = four[i];
+  }
 }
 
 // The same for floats of tokens of value heads, `width` of them.
@@ -651,26 +686,21 @@ __global__ void __launch_bounds__(kSumThreads) FloatSumsKernel(const __grid_cons
 }
 
 template <class T>
-cudaError_t launch_type(const Plan& plan, cudaStream_t stream) {
+cudaError_t launch_states(const Plan& plan, cudaStream_t stream) {
   const Args& args = plan.args.in;
   const int threads = static_cast<int>(round_up(args.key_width, int64_t{32})), pitch = static_cast<int>(args.key_width) | 1;
   const int64_t score_bytes = int64_t{4} * (4 * kChunk * pitch + (args.decay_per_key ? kChunk * pitch : kChunk)),
                 state_bytes = 4 * shared_floats(threads, plan.columns);
   cudaError_t error = allow_shared_memory(ScoresKernel<T>);
   if (error == cudaSuccess) error = allow_shared_memory(StatesKernel<T>);
-  if (error != cudaSuccess) return error;
-  if (args.requests > 0)
-    ScoresKernel<T><<<static_cast<unsigned>(plan.slots * args.heads), kScoreThreads, score_bytes, stream>>>(plan);
-  if (args.requests > 0)
-    StatesKernel<T><<<static_cast<unsigned>(args.requests * args.v_heads * plan.slices), threads, state_bytes, stream>>>(plan);
-  const auto sum_rows = [&](const float* parts, const void* rows, void* out, const Strides& strides, int64_t heads,
-                            int64_t all_heads, float scale) {
-    const RowSums sums = {parts, rows, out, strides, heads, all_heads, plan.slices, scale};
-    const int64_t blocks = ceil_div(args.batch * heads * args.tokens, int64_t{kSumThreads / 32});
-    SumsKernel<T><<<static_cast<unsigned>(blocks), kSumThreads, 0, stream>>>(args, sums);
-  };
-  sum_rows(plan.query_parts, args.query, plan.args.grad_query, args.query_strides, args.q_heads, args.heads, args.scale);
-  sum_rows(plan.key_parts, args.key, plan.args.grad_key, args.key_strides, args.k_heads, args.v_heads, 1.0f);
+  if (error != cudaSuccess || args.requests == 0) return error;
+  ScoresKernel<T><<<static_cast<unsigned>(plan.slots * args.heads), kScoreThreads, score_bytes, stream>>>(plan);
+  StatesKernel<T><<<static_cast<unsigned>(args.requests * args.v_heads * plan.slices), threads, state_bytes, stream>>>(plan);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_float_sums(const Plan& plan, cudaStream_t stream) {
+  const Args& args = plan.args.in;
   const auto sum_floats = [&](const float* parts, int64_t width, const Strides& strides, float* out) {
     const int64_t blocks = ceil_div(args.batch * args.v_heads * args.tokens * width, int64_t{kSumThreads});
     FloatSumsKernel<<<static_cast<unsigned>(blocks < 4096 ? blocks : 4096), kSumThreads, 0, stream>>>(args, parts, plan.slices,
@@ -682,35 +712,46 @@ cudaError_t launch_type(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <class T>
+cudaError_t launch_row_sums(const Plan& plan, cudaStream_t stream) {
+  const Args& args = plan.args.in;
+  const auto sum_rows = [&](const float* parts, const void* rows, void* out, const Strides& strides, int64_t heads,
+                            int64_t all_heads, float scale) {
+    const int64_t blocks = ceil_div(args.tokens, int64_t{kSumThreads / 32}), whole = 4 * static_cast<int64_t>(sizeof(T));
+    const bool vectors = args.key_width % 4 == 0 && reinterpret_cast<uintptr_t>(rows) % whole == 0 &&
+                         reinterpret_cast<uintptr_t>(out) % whole == 0;
+    const RowSums sums = {parts,  rows, out, strides, heads, all_heads, plan.slices, scale, static_cast<unsigned>(blocks),
+                          vectors};
+    SumsKernel<T><<<static_cast<unsigned>(args.batch * heads * blocks), kSumThreads, 0, stream>>>(args, sums);
+  };
+  sum_rows(plan.query_parts, args.query, plan.args.grad_query, args.query_strides, args.q_heads, args.heads, args.scale);
+  sum_rows(plan.key_parts, args.key, plan.args.grad_key, args.key_strides, args.k_heads, args.v_heads, 1.0f);
+  return cudaGetLastError();
+}
+
 // Bytes that a CTA of any GPU gets: what is planned with where an engine is built without one.
 constexpr int kMostShared = 227 << 10;
 
-}  // namespace
-
-int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
-  const Args& args = grad.in;
+// As many columns as leave a CTA for every SM, if they fit: what does not depend on columns is done once for each slice.
+void choose_columns(Plan& plan, int shared, int sm_count) {
+  const Args& args = plan.args.in;
   const int threads = static_cast<int>(round_up(args.key_width, int64_t{32}));
-  int shared = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
-  if (error != cudaSuccess) {
-    if (!ws.counting()) return error;
-    cudaGetLastError();  // not to be taken for the next launch's
-    shared = kMostShared;
-    error = cudaSuccess;
-  }
-  Plan plan = {};
-  plan.args = grad;
-  // As many columns as leave a CTA for every SM, if they fit: what does not depend on columns is done once for each slice.
   for (plan.columns = kMaxColumns; plan.columns > 8; plan.columns /= 2) {
     plan.slices = static_cast<int>(ceil_div(args.value_width, int64_t{plan.columns}));
     const bool fits = 4 * shared_floats(threads, plan.columns) <= shared;
-    const bool fills = args.requests * args.v_heads * plan.slices >= target.sm_count || plan.columns <= 16;
+    const bool fills = args.requests * args.v_heads * plan.slices >= sm_count || plan.columns <= 16;
     if (fits && fills && plan.columns < args.value_width + 8) break;
   }
   plan.slices = static_cast<int>(ceil_div(args.value_width, int64_t{plan.columns}));
+}
+
+// What launch_states needs beside what launch_row_sums takes.
+void plan_states(Plan& plan, Workspace& ws) {
+  const Args& args = plan.args.in;
   plan.chunks = ceil_div(args.tokens, int64_t{kChunk});
   plan.slots = args.batch == 1 ? plan.chunks + args.requests : plan.chunks * args.requests;
-  const int64_t unit = args.v_heads * plan.slices, state_floats = args.key_width * plan.columns;
+  const int64_t rows = args.batch * args.tokens, unit = args.v_heads * plan.slices,
+                state_floats = args.key_width * plan.columns;
   const int64_t held_floats = (args.key_width + kChunk) * plan.columns;
   plan.span = plan.chunks;
   plan.spans = 1;
@@ -725,27 +766,58 @@ int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
       held = args.requests * root;
     }
   }
-  const int64_t rows = args.batch * args.tokens;
   plan.key_scores = ws.scratch<float>(plan.slots * args.v_heads * kSquare);
   plan.query_scores = ws.scratch<float>(plan.slots * args.heads * kSquare);
   plan.key_lengths = ws.scratch<float>(plan.slots * args.v_heads * kChunk);
   plan.query_lengths = ws.scratch<float>(plan.slots * args.heads * kChunk);
   plan.held = ws.scratch<float>(held * unit * held_floats);
-  plan.borders = ws.scratch<float>(plan.spans > 1 ? args.requests * plan.spans * unit * state_floats : 0);
-  plan.query_parts = ws.scratch<float>(plan.slices * rows * args.heads * args.key_width);
-  plan.key_parts = ws.scratch<float>(plan.slices * rows * args.v_heads * args.key_width);
   plan.beta_parts = ws.scratch<float>(args.delta ? plan.slices * rows * args.v_heads : 0);
   plan.decay_parts = ws.scratch<float>(
-      grad.wants_grad_decay ? plan.slices * rows * args.v_heads * (args.decay_per_key ? args.key_width : 1) : 0);
-  if (ws.counting()) return cudaSuccess;
+      plan.args.wants_grad_decay ? plan.slices * rows * args.v_heads * (args.decay_per_key ? args.key_width : 1) : 0);
+  plan.borders = ws.scratch<float>(plan.spans > 1 ? args.requests * plan.spans * unit * state_floats : 0);
+}
+
+}  // namespace
+
+int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
+  const Args& args = grad.in;
+  int shared = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
+  if (error != cudaSuccess) {
+    if (!ws.counting()) return error;
+    cudaGetLastError();  // not to be taken for the next launch's
+    shared = kMostShared;
+  }
+  Plan plan = {};
+  plan.args = grad;
+  const bool in_chunks = grad_chunks_fit(grad, shared);
+  if (in_chunks) plan.slices = 1;
+  else choose_columns(plan, shared, target.sm_count);
+  const int64_t rows = args.batch * args.tokens;
+  plan.query_parts = ws.scratch<float>(plan.slices * rows * args.heads * args.key_width);
+  plan.key_parts = ws.scratch<float>(plan.slices * rows * args.v_heads * args.key_width);
+  if (!in_chunks) plan_states(plan, ws);
 
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  if (args.cu_seqlens != nullptr) {  // tokens of no request
+  if (args.cu_seqlens != nullptr && !ws.counting()) {  // tokens of no request
     const int64_t bytes = rows * args.v_heads * args.value_width * element_size(static_cast<DType>(args.dtype));
     error = cudaMemsetAsync(grad.grad_value, 0, static_cast<size_t>(bytes), stream);
+    for (float* const floats : {grad.grad_beta, grad.grad_log_decay})
+      if (in_chunks && floats != nullptr && error == cudaSuccess)
+        error = cudaMemsetAsync(floats, 0, static_cast<size_t>(rows * args.v_heads) * sizeof(float), stream);
     if (error != cudaSuccess) return error;
   }
-  return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(plan, stream); });
+  if (in_chunks) {
+    const int failed = launch_grad_chunks(grad, {plan.query_parts, plan.key_parts}, target, ws);
+    if (failed) return failed;
+  }
+  if (ws.counting()) return cudaSuccess;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    cudaError_t failed = in_chunks ? cudaSuccess : launch_states<T>(plan, stream);
+    if (failed == cudaSuccess && !in_chunks) failed = launch_float_sums(plan, stream);
+    return failed != cudaSuccess ? failed : launch_row_sums<T>(plan, stream);
+  });
 }
 
 }  // namespace leanfleet::gated_delta_rule

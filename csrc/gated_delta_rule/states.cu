@@ -72,31 +72,6 @@ struct Turn {
   }
 };
 
-// The chunks first .. last - 1 of a request that the window has. begins, ends: the request does.
-struct Work {
-  Span span;
-  int64_t batch, request, first, last;
-  bool there, begins, ends;
-};
-__device__ __forceinline__ Work find_work(const Prompt& prompt, int64_t request) {
-  const Args& args = prompt.args;
-  Work work = {};
-  work.span = tokens_of_request(args, request);
-  work.request = request;
-  work.batch = args.cu_seqlens == nullptr ? request : 0;
-  const int64_t chunks = ceil_div(work.span.end - work.span.begin, int64_t{kChunk});
-  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
-  const int64_t before = prompt.first_slot - slot_of(args, request, work.span.begin, 0);
-  const int64_t first = before > 0 ? ceil_div(before, step) : 0, last = ceil_div(before + prompt.slots, step);
-  work.first = first;
-  work.last = last < chunks ? last : chunks;
-  // A request without tokens is walked where its first chunk would be.
-  work.there = before + prompt.slots > 0 && (first < chunks || (chunks == 0 && before <= 0));
-  work.begins = before <= 0;
-  work.ends = last >= chunks;
-  return work;
-}
-
 template <class T, int kTiles>
 __device__ __forceinline__ void row_scales(const float (&x)[kTiles][4], float (&factor)[2], float (&inverse)[2]) {
 #pragma unroll
@@ -701,7 +676,7 @@ __global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   const unsigned unit = blockIdx.x / slices, heads = static_cast<unsigned>(prompt.args.v_heads);
-  const Work work = find_work(prompt, unit / heads);
+  const Work work = find_work(prompt.args, prompt.first_slot, prompt.slots, unit / heads);
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   using L = Layout<kD, kGroups, kPerKey>;

@@ -17,11 +17,13 @@ constexpr int kBlocks = kChunk / kBlock;
 constexpr float kForgotten = -104.0f;  // exp of this and less is 0
 constexpr int kSquareBytes = kChunk * kChunk * 2;
 
-// Rows of a chunk into a tile of kWidth columns from `column` on, zeros where there are none.
-template <class T, int kWidth>
+// Rows of a chunk into a tile of kWidth columns from `column` on, zeros where there are none, by kOf threads.
+template <class T, int kWidth, int kOf = kThreads>
 __device__ __forceinline__ void fetch(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width) {
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk * kWidth / 8; i += kThreads) {
-    const int row = i / (kWidth / 8), chunk = i % (kWidth / 8);
+#pragma unroll
+  for (unsigned first = 0; first < kChunk * kWidth / 8; first += kOf) {
+    const unsigned i = first + threadIdx.x;
+    const int row = static_cast<int>(i / (kWidth / 8)), chunk = static_cast<int>(i % (kWidth / 8));
     const bool there = row < tokens && column + chunk * 8 < width;
     cp_async(to + chunk_offset<kChunk>(row, chunk), there ? rows + row * stride + column + chunk * 8 : rows, there ? 16 : 0);
   }
@@ -113,15 +115,19 @@ __device__ __forceinline__ void sum_decay(const float (&g)[2], DecaySums& s, flo
 __device__ __forceinline__ int fragment_row(int lane, int element) { return lane / 4 + 8 * (element / 2); }
 __device__ __forceinline__ int fragment_column(int lane, int element) { return 2 * (lane % 4) + element % 2; }
 
-// float16 has few exponents: a power of two that brings a row near 2^8, and what undoes it. `largest` of the row's numbers in
-// this lane; the row's four lanes call it together. 0, infinity and what is too small or large for one stay as they are.
-__device__ __forceinline__ void row_scale(float largest, float& factor, float& inverse) {
-  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+// float16 has few exponents: a power of two that brings what is as large as `largest` near 2^8, and what undoes it. 0, infinity
+// and what is too small or large for one stay as they are.
+__device__ __forceinline__ void scale_of(float largest, float& factor, float& inverse) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
   const bool usual = exponent > -60 && exponent < 120;
   factor = usual ? __uint_as_float(static_cast<uint32_t>(127 + 8 - exponent) << 23) : 1.0f;
   inverse = usual ? __uint_as_float(static_cast<uint32_t>(127 - 8 + exponent) << 23) : 1.0f;
+}
+// The same of a row, of whose numbers `largest` is the largest in this lane; the row's four lanes call it together.
+__device__ __forceinline__ void row_scale(float largest, float& factor, float& inverse) {
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+  scale_of(largest, factor, inverse);
 }
 
 // Addresses for ldmatrix of a 16 x 16 part of a tile: row 16 r .., chunks 2 c and 2 c + 1. rows_side: as the right side of a

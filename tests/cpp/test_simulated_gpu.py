@@ -411,6 +411,29 @@ def test_gated_delta_rule_grad(delta_rule, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_grad_in_chunks(delta_rule, dtype):
+    """On tensor cores: ends of chunks, of widths and of vectors, heads of each kind of sharing, packed requests with tokens of
+    none, in windows of a few chunks, as tests have them."""
+    before = products(delta_rule)
+
+    def check(inputs, attrs=(), **options):
+        inputs, attrs = delta_cases.with_grads(inputs, {"normalize_qk": 1, **dict(attrs)})
+        found = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs, **options)
+        delta_cases.assert_near(found, inputs, attrs)
+
+    for n, d, dv, decay, v_first in ((64, 64, 64, None, 0), (150, 128, 72, "token", 1), (100, 33, 20, -0.05, 0)):
+        inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first)
+        check(inputs, {"state_v_first": v_first})
+    for heads in ((4, 2, 2), (2, 1, 4), (4, 1, 2)):
+        inputs = delta_cases.make(70, heads=heads, d=16, dv=24, dtype=dtype, layout="bnhd", state=True, unit=False)
+        check(inputs, {"layout": "bnhd", "scale": 0.7})
+    packed = [3, 70, 70, 134, 230, 295]
+    check(delta_cases.make(300, packed=packed, heads=(2, 1, 2), d=24, dv=72, dtype=dtype, state=True), seed=3)
+    assert products(delta_rule) > before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", (False, True), ids=("forward", "grad"))
 def test_gated_delta_rule_with_keys_for_which_states_grow(delta_rule, monkeypatch, grad):
     """The check reads the keys back, and nothing runs."""
@@ -426,8 +449,9 @@ def test_gated_delta_rule_with_keys_for_which_states_grow(delta_rule, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state", "grad_output", "grad_final_state"))
-def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, role):
-    inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, state=True), {})
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, dtype, role):
+    inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, state=True), {})
     clean = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs)
     inputs[role] = inputs[role].clone()
     inputs[role][1, 1].view(-1)[0] = float("nan")

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from support import quantised_cases, sampling_cases
+from support import delta_cases, quantised_cases, sampling_cases
 from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_prompts, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 from support.linear_cases import LINEAR, PACKED_CASES, fill
@@ -110,12 +110,34 @@ def draw_linear(name, random):
     return inputs, attrs, f"{dtype}, size {size}, offsets {offsets}, {sorted(inputs)}, {attrs}"
 
 
+def draw_delta_grad(random):
+    """The same of GatedDeltaRuleGrad: on tensor cores and not, whole vectors and not, packed or not."""
+    tokens, k_heads = random.choice((1, 40, 64, 130, 300)), random.choice((1, 2))
+    q_group, v_group = random.choice(((1, 1), (1, 3), (4, 2), (2, 4), (3, 1)))
+    facts = dict(
+        heads=(k_heads * q_group, k_heads, k_heads * v_group),
+        d=random.choice((8, 33, 64, 128, 128, 256)),
+        dv=random.choice((7, 64, 72, 128, 128)),
+        dtype=random.choice(("float32", "float16", "bfloat16", "bfloat16")),
+        decay=random.choice((None, "token", "token", "key")),
+        layout=random.choice(("bhnd", "bnhd")),
+        state=random.random() < 0.5,
+        packed=sorted(random.randint(0, tokens) for _ in range(4)) if random.random() < 0.4 else None,
+        v_first=random.choice((0, 1)),
+        seed=random.randrange(2**20),
+    )
+    attrs = {"normalize_qk": random.choice((0, 1, 1)), "layout": facts["layout"], "state_v_first": facts["v_first"]}
+    inputs, attrs = delta_cases.with_grads(delta_cases.make(tokens, **facts), attrs, last=random.random() < 0.5)
+    return inputs, attrs, f"{tokens} tokens, " + ", ".join(f"{k} {v}" for k, v in {**facts, **attrs}.items())
+
+
 # By name: the operator, the draw, and the attribute with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
     "prompts": ("LeanAttention", draw_packed_prompts, "append"),
     "quantised": ("LeanAttention", draw_quantised, "append"),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
+    "GatedDeltaRuleGrad": ("GatedDeltaRuleGrad", draw_delta_grad, "return_state"),
     **{
         name: (name, partial(draw_linear, name), "return_state")
         for name in ("CausalLinearDecay", "CausalLinearDecayGrad", "NormalizedLinearAttention", "NormalizedLinearAttentionGrad")

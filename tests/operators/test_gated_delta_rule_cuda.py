@@ -52,9 +52,9 @@ def test_lengths(n, dtype):
     check(inputs, {"state_v_first": 1})  # the last state is not asked for
 
 
-def kernels_of(inputs, attrs):
+def kernels_of(inputs, attrs, name=NAME):
     """Names of the kernels that a call launches."""
-    launches = Launches(NAME, {name: x.to(DEVICE) for name, x in inputs.items()}, attrs)
+    launches = Launches(name, {name: x.to(DEVICE) for name, x in inputs.items()}, attrs)
     launches.run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -259,6 +259,57 @@ def test_grad_heads(heads):
 def test_grad_lengths(n, dtype):
     for state, decay in product((False, True), ("token", "key")):
         check_grad(make(n, b=1, d=128, dv=64, dtype=dtype, decay=decay, state=state), {"normalize_qk": 1}, last=state)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
+def test_grad_prompts(heads, dtype):
+    """Long ones, of whole and of cut widths, of whole vectors and not, in both layouts."""
+    for n, d, dv, layout in (
+        (700, 128, 128, "bhnd"),
+        (130, 128, 256, "bnhd"),
+        (129, 72, 104, "bnhd"),
+        (64, 64, 8, "bhnd"),
+        (127, 33, 50, "bnhd"),
+    ):
+        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, layout=layout, state=True, unit=False)
+        check_grad(inputs, {"normalize_qk": 1, "layout": layout})
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_grad_packed_prompts(dtype):
+    """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none."""
+    for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40)):
+        inputs = make(400, packed=[3, 3, 4, 67, 131, 196, 396], heads=heads, d=d, dv=dv, dtype=dtype, state=True)
+        check_grad(inputs, {"normalize_qk": 1})
+
+
+def test_grad_of_more_chunks_than_a_window_has():
+    """More than 1.5 GiB of what is kept: two windows, the first gone through twice."""
+    inputs = make(8000, b=1, heads=(16, 16, 64), d=128, dv=128, dtype="bfloat16", decay=-1e-3)
+    inputs, attrs = with_grads(inputs, {"normalize_qk": 1}, last=False)
+    given = {name: x.to(DEVICE) for name, x in inputs.items()}
+    found = run_kernel(GRAD, given, attrs)
+    few = {name: x[:, :1] if name in ("query", "key") else x[:, :4] for name, x in inputs.items()}
+    alone = run_kernel(GRAD, {name: x.contiguous().to(DEVICE) for name, x in few.items()}, attrs)
+    for name, x in alone.items():
+        assert torch.equal(found[name][:, : x.shape[1]], x), name
+
+
+def test_grad_which_kernel_runs():
+    """16-bit prompts with a decay of each token go on tensor cores, where a CTA gets enough shared memory."""
+    enough = torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin >= 182_784
+    for n, options, chunks in (
+        (200, {"dtype": "bfloat16"}, True),
+        (200, {"dtype": "float16"}, True),
+        (31, {"dtype": "bfloat16"}, False),
+        (200, {"dtype": "float32"}, False),
+        (200, {"dtype": "bfloat16", "decay": "key"}, False),
+        (200, {"dtype": "bfloat16", "d": 136}, False),
+    ):
+        inputs, attrs = with_grads(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
+        names = kernels_of(inputs, attrs, GRAD)
+        assert ("GradChunksKernel" in names) == (chunks and enough), names
 
 
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
