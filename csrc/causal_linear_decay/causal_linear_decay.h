@@ -23,7 +23,8 @@ struct Inputs {
   const float* beta;                // [B,Hv,N]: k stands for beta k below; null: 1. Not of gradients
   bool decay_per_token, decay_per_key;  // at most one
   bool state_v_first;                   // states are [Dv,R]; false for kernels that do not say otherwise
-  const int32_t* cu_seqlens;            // [requests + 1]; null: requests = batch
+  const int32_t* cu_seqlens;            // [requests + 1]; null: requests = batch, or a workspace is counted
+  bool packed;                          // with cu_seqlens: what the host plans by
   int32_t dtype;                        // DType of T
   float scale;
   int64_t batch, requests, q_heads, k_heads, v_heads, heads;  // B, B or Q, Hq, Hk, Hv, H = max(Hq, Hv)

@@ -53,6 +53,7 @@ Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale, bool s
   in.decay_per_key = call.inputs[forward::kLogDecay].rank == 4;
   in.state_v_first = state_v_first;
   in.cu_seqlens = cu_seqlens.as<const int32_t>();
+  in.packed = cu_seqlens.present();
   in.dtype = static_cast<int32_t>(call.inputs[forward::kQuery].dtype);
   in.scale = scale;
   in.batch = call.dims[forward::kDimB];

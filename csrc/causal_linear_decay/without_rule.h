@@ -15,6 +15,7 @@ inline gated_delta_rule::Args without_rule(const Inputs& in) {
   to.log_decay = in.log_decay;
   to.beta = in.beta;
   to.cu_seqlens = in.cu_seqlens;
+  to.packed = in.packed;
   to.dtype = in.dtype;
   to.scale = in.scale;
   to.decay_per_key = in.decay_per_key;

@@ -208,7 +208,7 @@ bool chunked_fits(const Args& args, int device) {
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
-  if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
+  if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;
   // GPUs of 8.6, 8.9 and 12.0 have less shared memory than the wider keys ask for.

@@ -26,11 +26,12 @@ struct Args {
   const float* log_decay;           // g in [-inf, 0], [B,Hv,N] or per key dimension [B,Hv,N,D]; null: 0
   const float* beta;                // [B,Hv,N]; null: 1
   const float* initial_state;       // [state_rows,Hv,D,Dv], with state_v_first [state_rows,Hv,Dv,D]; null: 0
-  const int32_t* cu_seqlens;        // [requests + 1]; null: requests = batch
+  const int32_t* cu_seqlens;        // [requests + 1]; null: requests = batch, or a workspace is counted
   const int32_t* state_index;       // [requests]: row of a request's state; outside the pool: 0, not written. null: q
   void* output;                     // T [B,heads,N,Dv]; tokens of no request become 0
   float* final_state;               // as the initial one, and perhaps its buffer; null: not asked for. Rows that no request
                                     // names become those of the initial one
+  bool packed;                      // with cu_seqlens: what the host plans by
   int32_t dtype;                    // DType of T
   float scale;                      // not 0 with `delta`
   bool delta;
@@ -108,7 +109,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 // In chunks on tensor cores, for 16-bit prompts with a decay of each token: all but sums over what shares a head of queries or
 // keys, and lengths of rows. shared: bytes that a CTA gets.
 struct GradParts {
-  float *query, *key;  // [B, heads or v_heads, tokens, D], of unit rows, with scale for queries
+  float *query, *key;  // [B, heads or v_heads, tokens, D], of unit rows, without scale
 };
 bool grad_chunks_fit(const GradArgs& args, int shared);
 int launch_grad_chunks(const GradArgs& args, const GradParts& parts, const CudaTarget& target, Workspace& ws);

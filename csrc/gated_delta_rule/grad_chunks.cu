@@ -8,6 +8,8 @@
 // gradients of beta and of decays are float32 sums of products of them.
 #include <cuda_runtime.h>
 
+#include <cmath>
+
 #include "core/op.h"
 #include "core/workspace.h"
 #include "gated_delta_rule/chunks.cuh"
@@ -861,7 +863,7 @@ struct ChunkGrads {
           const int from = first + i, e = 2 * r + i;
           const float decay = i ? decays.y : decays.x, length = i ? lengths.y : lengths.x;
           const float of_rule = from < t ? decay * of_key[n][e] : 0.0f, by_rule = of_rule * key_t * length * keys[n][e];
-          of_query[n][e] *= decay;
+          of_query[n][e] = from <= t ? decay * of_query[n][e] : 0.0f;
           of_key[n][e] = -beta * of_rule;
           grad_beta -= by_rule;
           products[t * kGradPitch + from] =
@@ -1120,8 +1122,7 @@ cudaError_t launch_window(const Window& window, cudaStream_t stream) {
 constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;  // of the workspace, about
 
 int64_t all_slots(const Args& args) {
-  return args.cu_seqlens == nullptr ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests
-                                    : args.tokens / kChunk + args.requests;
+  return !args.packed ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests : args.tokens / kChunk + args.requests;
 }
 
 }  // namespace
@@ -1132,7 +1133,7 @@ bool grad_chunks_fit(const GradArgs& grad, int shared) {
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.requests == 0) return false;
-  if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
+  if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
   if (all_slots(args) * args.v_heads * ceil_div(args.value_width, int64_t{kSlice}) > kMaxGrid) return false;
   return shared >= (args.key_width <= 64 ? most_shared<64>() : most_shared<128>());
 }
@@ -1150,11 +1151,14 @@ int launch_grad_chunks(const GradArgs& grad, const GradParts& parts, const CudaT
                              args.heads * static_cast<int64_t>(sizeof(GradScores)) +
                              2 * units * (state_bytes + static_cast<int64_t>(sizeof(KeptUpdate)));
   // Windows of whole chunks of all requests, where these alternate.
-  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
-  const int64_t most = kWindowBytes / slot_bytes / step > 0 ? kWindowBytes / slot_bytes / step : 1;
-  const int64_t windows = ceil_div(ceil_div(slots, step), most);
-  const int64_t held = ceil_div(ceil_div(slots, step), windows) * step;
-  const int64_t border_floats = (args.cu_seqlens == nullptr ? args.requests : 1) * units * state_bytes / 4;
+  const int64_t step = args.packed ? 1 : args.requests;
+  const int64_t chunks = ceil_div(slots, step);
+  int64_t most = kWindowBytes / slot_bytes / step > 0 ? kWindowBytes / slot_bytes / step : 1;
+  // Of many requests each window keeps a state at its border: more windows than their root would keep more of these.
+  if (most < chunks && most * most < chunks) most = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
+  const int64_t windows = ceil_div(chunks, most);
+  const int64_t held = ceil_div(chunks, windows) * step;
+  const int64_t border_floats = step * units * state_bytes / 4;
   window.systems = ws.scratch<GradSystem>(held * args.v_heads);
   window.scores = ws.scratch<GradScores>(held * args.heads);
   window.states = ws.scratch<unsigned char>(held * units * state_bytes);

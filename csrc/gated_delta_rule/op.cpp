@@ -119,6 +119,7 @@ Args common_args(const Call& call, const Tensor& offsets, float scale, bool norm
   args.beta = call.inputs[kBeta].as<const float>();
   args.initial_state = call.inputs[kInitialState].as<const float>();
   args.cu_seqlens = offsets.as<const int32_t>();
+  args.packed = offsets.present();
   args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
   args.decay_per_key = call.inputs[kLogDecay].rank == 4;
   args.delta = true;

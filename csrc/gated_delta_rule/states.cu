@@ -764,8 +764,7 @@ RecordSizes record_sizes(const Args& args) {
 }
 
 int64_t all_slots(const Args& args) {
-  return args.cu_seqlens == nullptr ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests
-                                    : args.tokens / kChunk + args.requests;
+  return !args.packed ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests : args.tokens / kChunk + args.requests;
 }
 
 }  // namespace
@@ -776,7 +775,7 @@ bool prompt_fits(const Args& args, const CudaTarget& target) {
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
-  if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
+  if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
   if (args.decay_per_key && args.heads != args.v_heads) return false;  // prepare_keys.cu has one head of the output a state
   if (args.v_heads > kMaxRows) return false;
   return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
@@ -788,7 +787,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const RecordSizes sizes = record_sizes(args);
   const int64_t slot_bytes = args.v_heads * sizes.system + args.heads * sizes.scores;
   // Windows of whole chunks of all requests, where these alternate.
-  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
+  const int64_t step = args.packed ? 1 : args.requests;
   const int64_t window = kWindowBytes / slot_bytes / step > 0 ? kWindowBytes / slot_bytes / step * step : step;
   const int64_t window_slots = window < slots ? window : slots;
   Prompt prompt = {};
@@ -798,7 +797,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   prompt.of_key = static_cast<int>(args.v_heads / args.k_heads);
   prompt.systems = ws.scratch<unsigned char>(window_slots * args.v_heads * sizes.system);
   prompt.scores = ws.scratch<unsigned char>(window_slots * args.heads * sizes.scores);
-  const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
+  const int64_t entries = args.packed ? 2 : args.requests;
   const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
   const int64_t state_floats = kStateFloats * kStates * (args.key_width > 128 ? 2 : 1);
   prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * state_floats : 0);

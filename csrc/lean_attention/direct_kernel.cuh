@@ -298,8 +298,9 @@ struct DirectCta {
       row += work.unit.request.b * in_rows(strides.batch) +
              (work.unit.request.start + readable(work, wanted)) * in_rows(strides.token);
     }
-    next_key_scale = args.key_scales.kind == kPerToken ? __ldg(args.key_scales.in + row) : 1.0f;
-    next_value_scale = args.value_scales.kind == kPerToken ? __ldg(args.value_scales.in + row) : 1.0f;
+    // Past L1, where neighbours of a new token's scale may lie since before the append wrote it.
+    next_key_scale = args.key_scales.kind == kPerToken ? __ldcg(args.key_scales.in + row) : 1.0f;
+    next_value_scale = args.value_scales.kind == kPerToken ? __ldcg(args.value_scales.in + row) : 1.0f;
   }
 
   // Before the reads of a tile: where its rows lie, and the scales of its tokens.

@@ -497,7 +497,8 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   }
   // The kernels for few rows count positions in 32 bits.
   const int tile = has_narrow_cache(args) ? 8192 / padded_width(args) : padded_width(args) == 64 ? 128 : 64;
-  const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
+  const int overhead = has_narrow_cache(args) ? kNarrowUnitOverhead : kUnitOverhead;
+  const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + overhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   if (has_narrow_cache(args)) {
