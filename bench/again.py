@@ -87,6 +87,9 @@ MEASUREMENTS = (
     Measurement("one_segment_h200", GPU, ("kernels.one_segment OUT --seed SEED",)),
     Measurement("one_segment_fit_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 220",)),
     Measurement("one_segment_fit_many_rows_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 140 --many-rows",)),
+    Measurement(
+        "one_segment_fit_quantised_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 34 --rounds 5 --quantised",)
+    ),
     Measurement("ort_cuda_h200", GPU, ("kernels.ort_cuda --out OUT",)),
     Measurement("sample_tokens_h200", GPU, ("kernels.sample_tokens STEM --rounds 20 --random 0",), ("beside FlashInfer",)),
     Measurement("end_to_end_h200", GPU, ("models.end_to_end --energy --out OUT",)),

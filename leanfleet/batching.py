@@ -24,7 +24,6 @@ import numpy as np
 
 from leanfleet import sampling as choice
 from leanfleet.decoder_contract import (
-    ALLOWED,
     BATCH,
     LOGITS,
     LOGPROB,
@@ -433,9 +432,10 @@ class Batch(FolderTokenizer, Admission):
         """Why constraints are refused; empty where they are not."""
         if why := self.no_adjustments():
             return why
-        path = self.path.with_name(SAMPLER_FILE)
-        if ALLOWED.encode() in path.read_bytes():  # names of inputs stand in an ONNX file as they are
+        self._load_sampler()
+        if self.sampler is not None and self.sampler.takes_constraints:
             return ""
+        path = self.path.with_name(SAMPLER_FILE)
         return f"{path} is of an earlier version, which had no constraints: export it again with {SERVING.writer}"
 
     def _load_sampler(self) -> None:

@@ -35,7 +35,13 @@ class Closed(Exception):
 
 class Piece(NamedTuple):
     """What a step gave an answer: text, and its tokens' log-probabilities. reason: how the answer ended, in its last piece;
-    message: with FAILED, why."""
+    message: with FAILED, why.
+
+    Example:
+        from leanfleet.engine import Piece
+
+        print(Piece("Hello", (15496,)).reason)                   # None
+    """
 
     text: str
     tokens: tuple[int, ...] = ()

@@ -267,7 +267,7 @@ def test_over_http(folder):
     """Clients at once get what the batch in this process gives them, and refusals are those of a server in one process."""
     bodies = [{"prompt": f"question {i}", "max_tokens": 9, "temperature": i % 2, "seed": i} for i in range(8)]
     bodies += [{"prompt": [], "max_tokens": 3}, {"prompt": "a", "structured_outputs": {"regex": "("}}]
-    bodies += [{"prompt": "a", "max_tokens": 12, "structured_outputs": {"choice": ["yes", "no"]}}]
+    bodies += [{"prompt": "a", "max_tokens": 12, "temperature": 0, "structured_outputs": {"choice": ["yes", "no"]}}]
 
     def answers(own_process):
         running = http_server.Running(folder, None, serve.Limits(), 50, own_process, pages=60, max_requests=4, step_tokens=32)
