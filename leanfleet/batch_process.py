@@ -114,6 +114,7 @@ class BatchProcess(Admission):
         except Exception as error:
             raise ValueError(f"the options cannot be sent to another process: {error}") from None
         self.state, self.closed, self._why = State(), False, ""
+        self.failed = ""  # why a step failed, which step() has not raised yet
         self.arrivals, self.open = 0, dict[int, Request]()
         self.leaving: set[int] = set()  # cancelled ones that the process has not said to be gone
         self.woken, self.waker = socket.socketpair()
@@ -181,7 +182,7 @@ class BatchProcess(Admission):
 
     @property
     def idle(self) -> bool:
-        return not (self.open or self.leaving)
+        return not (self.open or self.leaving or self.failed)
 
     def _take_in(self, request: Request) -> None:
         recipe = None
@@ -234,15 +235,19 @@ class BatchProcess(Admission):
             raise Over("the batch is closed")
         new: list[tuple[Request, int]] = []
         try:
-            ready = wait([self.connection, self.woken])
+            ready = [] if self.failed else wait([self.connection, self.woken])
             if self.woken in ready:
                 self.woken.recv(4096)
-            while self.connection in ready or self.connection.poll():
+            while not self.failed and (self.connection in ready or self.connection.poll()):
                 ready = []
                 self._take(self.connection.recv(), new)
         except (EOFError, OSError):
             self._why = self._why or self._how_it_ended()
-            raise Over(self._why) from None
+            if not new:
+                raise Over(self._why) from None
+        if self.failed and not new:  # tokens of steps before are given first
+            failed, self.failed = self.failed, ""
+            raise RuntimeError(failed)
         return new
 
     def _take(self, told: Result, new: list[tuple[Request, int]]) -> None:
@@ -262,8 +267,7 @@ class BatchProcess(Admission):
             self.leaving.discard(number)
             if (request := self.open.pop(number, None)) is not None:
                 request.done, request.error = True, error
-        if told.error:
-            raise RuntimeError(told.error)
+        self.failed = told.error
 
     def close(self) -> None:
         """Ends the process. No other thread may be in step()."""

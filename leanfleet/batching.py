@@ -24,6 +24,7 @@ import numpy as np
 
 from leanfleet import sampling as choice
 from leanfleet.decoder_contract import (
+    ALLOWED,
     BATCH,
     LOGITS,
     LOGPROB,
@@ -432,20 +433,23 @@ class Batch(FolderTokenizer, Admission):
         """Why constraints are refused; empty where they are not."""
         if why := self.no_adjustments():
             return why
-        self._load_sampler()
-        if self.sampler is not None and self.sampler.takes_constraints:
-            return ""
         path = self.path.with_name(SAMPLER_FILE)
+        if ALLOWED in self._sampler_call[1]:
+            return ""
         return f"{path} is of an earlier version, which had no constraints: export it again with {SERVING.writer}"
+
+    @cached_property
+    def _sampler_call(self) -> tuple[Call, list[str]]:
+        """What runs the sampler's graph, and its inputs: without the memory that running it takes."""
+        return self._sampler_graph(self.path.with_name(SAMPLER_FILE))
 
     def _load_sampler(self) -> None:
         if self.sampler is not None:
             return
         if why := self.no_adjustments():
             raise ValueError(why)
-        path = self.path.with_name(SAMPLER_FILE)
         addresses = {name: self.results.address + offset for name, (offset, *_) in self.results.places.items()}
-        call, names = self._sampler_graph(path)
+        call, names = self._sampler_call
         self.sampler = StepSampler(call, names, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
     def _first_allowed(self, constraint: Constraint) -> np.ndarray:

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet import serve
-from leanfleet.batch_process import BatchProcess, Result, _Worker
+from leanfleet.batch_process import BatchProcess, Result, State, _Worker
 from leanfleet.batching import Over, Request
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import add_serving
@@ -224,6 +225,26 @@ def test_a_step_that_fails_ends_all_requests():
     ended = {number: str(error) for result in sent for number, error in result.ended}
     assert ended == {1: "not this one", 77: "None", 2: "out of memory"}
     assert any(result.error == "out of memory" for result in sent) and worker.batch.idle and not worker.open
+
+
+def test_tokens_before_a_failure_are_given(batch):
+    """Of steps that are read together: the failure comes behind them, and the batch is not idle before."""
+    first, second = (batch.add([1, 2, n], 100, stop_tokens=()) for n in (3, 4))
+    results = [
+        Result(State(), tokens=[(first.arrival, 5, -1.0, [])], ended=[(first.arrival, None)]),
+        Result(State(), ended=[(second.arrival, RuntimeError("out of memory"))], error="out of memory"),
+    ]
+    real, (batch.connection, other) = batch.connection, Pipe()
+    try:
+        for result in results:
+            other.send(result)
+        assert batch.step() == [(first, 5)] and first.done and second.error and not batch.idle
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.step()
+        assert batch.idle
+    finally:
+        batch.connection.close()
+        batch.connection = real
 
 
 def test_a_constraint_that_cannot_be_made_ends_its_request():
