@@ -13,7 +13,7 @@ from leanfleet.export.reference import causal_linear_decay as decay_reference
 from leanfleet.ort_ops.generation import generate, load_decoder
 from support import decoders
 from support.cpu_time import slow_if
-from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
+from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, judge_logits, minimax, ours
 from support.splits import splits_by_tables
 
 QUICK = ["normalized", "minimax", "qwen3.5"]
@@ -39,7 +39,7 @@ def exported(request, tmp_path_factory):
     ids = torch.randint(3, VOCABULARY, (LONGEST,))
     with torch.no_grad():
         single = model(ids.unsqueeze(0), use_cache=False).logits[0].double()
-        judge = model.double()(ids.unsqueeze(0), use_cache=False).logits[0]
+    judge = judge_logits(model, ids)
     loses = (single - judge).abs().max().item()
     assert loses < 1e-3, "an expert was chosen differently in float32: take another seed"
     return load_decoder(folder, providers=["CPUExecutionProvider"]), ids.numpy(), judge.numpy(), loses, folder
@@ -156,7 +156,7 @@ def test_narrow_states(name, tmp_path):
     assert types.pop("recurrent_state") == "tensor(float16)" and types.pop("conv_state", "tensor(float)") == "tensor(float)"
     with torch.no_grad():
         half = model(ids.unsqueeze(0), use_cache=False).logits[0].double()
-        judge = model.double()(ids.unsqueeze(0), use_cache=False).logits[0]
+    judge = judge_logits(model, ids)
     loses = (half - judge).abs().max().item()
     runner, at = Runner(decoder, 1), 0
     for piece in (40, 17, *[1] * 20):

@@ -4,6 +4,7 @@ import functools
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +23,24 @@ def byte_tokenizer(chat=True):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.chat_template = TEMPLATE if chat else None
     return fast
+
+
+class _Float64(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        wider = {torch.float32: torch.float64}
+        args, kwargs = torch.utils._pytree.tree_map(
+            lambda x: wider.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+def judge_logits(model, ids):
+    """Logits [tokens, vocabulary] of one prompt in float64, in which the model stays; also what it computes in float32
+    whatever its weights are (norms, gates, softmax)."""
+    with torch.no_grad(), _Float64():
+        return model.double()(ids.unsqueeze(0), use_cache=False).logits[0]
 
 
 SIZES = dict(
