@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         help="does every operator compute right in every runtime that is here?",
         description="Runs every operator, type and variant in every runtime that is here, compares the results with the "
         "float64 reference, times a few calls, and prints a report in Markdown. Exit code 1 when a runtime is wrong, crashes "
-        "or hangs. A minute or two on two cores.",
+        "or hangs. Three minutes on two cores.",
     )
     verify.add_argument("--quick", action="store_true", help="an eighth of the calls")
     verify.add_argument("--runtimes", metavar="A,B", help="these alone (default: all; --list shows them)")

@@ -66,8 +66,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--cache",
         choices=decoder_contract.CACHES,
         metavar="TYPE",
-        help="the type of key/value caches, each token with scales of its own; for ONNX Runtime: int8, fp8, int4, or two of "
-        "them, of keys and of values: int8/fp8 (default: the model's type)",
+        help="the type of key/value caches, each token with scales of its own: int8, fp8, int4, or two of "
+        "them, of keys and of values: int8/fp8; TensorRT takes int8 and fp8 alone (default: the model's type)",
     )
     export.add_argument(
         "--narrow-states",

@@ -28,9 +28,10 @@ OPEN = {
 FIXED = {"H": 6, "Hkv": 2, "Hq": 2, "Hk": 2, "Hv": 4, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
 FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
+MOST_CALLS = 64  # of an operator, in a type
 MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
 Forms = Mapping[str, str] | None  # types of caches with scales by name, where they are not int8
-OF_INT8_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")
+OF_QUANTISED_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")
 SETTINGS: dict[str, Any] = {"window": 5, "softcap": 8.0, "scale": 0.3}  # beside their defaults, of attributes that are numbers
 Ranks = Mapping[str, int | None]  # of the present inputs; None: the first that the schema has
 ONNX_TYPES = {
@@ -171,12 +172,12 @@ def _combinations(choices, first):
 def variants(op: spec.OpSpec) -> Iterator[tuple[dict[str, int | None], dict[str, Any]]]:
     """({input: rank or None}, attributes) of every combination of optional inputs, their ranks and boolean attributes that
     are off by default which the operator takes; the C interface says which those are. Attributes that ask for outputs
-    by their number are 3. Without caches of int8."""
+    by their number are 3. Without quantised caches, for which see scaled_variants."""
     required = {t.name: None for t in op.inputs if not t.optional}
-    optional = [t for t in op.inputs if t.optional and t.name not in OF_INT8_CACHES]
+    optional = [t for t in op.inputs if t.optional and t.name not in OF_QUANTISED_CACHES]
     choices = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in optional]
     switches = [a.name for a in op.attrs if a.type == "bool" and not a.refuse and not a.default]
-    switches = [name for name in switches if name not in OF_INT8_CACHES]
+    switches = [name for name in switches if name not in OF_QUANTISED_CACHES]
     counts = {a.name for a in op.attrs if a.type == "int"} & {name for t in op.outputs for name in t.when}
     switches += sorted(counts)
     found = 0
@@ -204,10 +205,14 @@ def taken(op: spec.OpSpec, ranks: Ranks, attrs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _with_int8_caches(op, found):
+def scaled_variants(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]:
     """The variants with scales of their caches besides, the forms of which take turns."""
-    scales = [t for t in op.inputs if t.name in OF_INT8_CACHES]
-    switches = [a.name for a in op.attrs if a.name in OF_INT8_CACHES]
+    return _with_scales(op, list(variants(op)))
+
+
+def _with_scales(op, found):
+    scales = [t for t in op.inputs if t.name in OF_QUANTISED_CACHES]
+    switches = [a.name for a in op.attrs if a.name in OF_QUANTISED_CACHES]
     forms = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in scales] + [[0, 1]] * len(switches)
     every = [form for form in itertools.product(*forms) if any(form[: len(scales)])]
     result = []
@@ -223,11 +228,11 @@ def _with_int8_caches(op, found):
 
 def calls(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]:
     """The variants, also with int8 caches, in which the other attributes take turns with their values: layouts, algorithms,
-    activations, and SETTINGS."""
+    activations, and SETTINGS. Of more than MOST_CALLS both ends, and others drawn at random."""
     words = {a.name: [v for v in a.values if v not in a.reference_only] for a in op.attrs if a.values}
     numbers = {a.name: [a.default, SETTINGS[a.name]] for a in op.attrs if a.name in SETTINGS}
     found = list(variants(op))
-    found += _with_int8_caches(op, found)
+    found += _with_scales(op, found)
     result = []
     for number in range(max(len(found), math.prod(map(len, words.values())))):
         ranks, attrs = found[number % len(found)]
@@ -241,6 +246,9 @@ def calls(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]
                 break
         defaults = {a.name: a.default for a in op.attrs}
         result.append((ranks, attrs | {name: value for name, value in more.items() if value != defaults[name]}))
+    if len(result) > MOST_CALLS:
+        drawn = np.random.default_rng(0).choice(np.arange(1, len(result) - 1), MOST_CALLS - 2, replace=False)
+        result = [result[i] for i in (0, *sorted(drawn), len(result) - 1)]
     return result
 
 

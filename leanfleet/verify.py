@@ -177,7 +177,6 @@ class _OnnxRuntimeRtx(_OnnxRuntimeBodies):
 
 class _TensorRt(Runtime):
     name = "tensorrt"
-    int8 = False
 
     def __init__(self) -> None:
         from leanfleet import trt_plugins

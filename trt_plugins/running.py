@@ -15,20 +15,25 @@ import numpy as np
 
 from leanfleet import driver, generation, trt_plugins
 from leanfleet.decoder_contract import (
+    check_caches_for_tensorrt,
     BATCH,
     CAPACITY,
     DECODER,
     KEY,
+    KEY_SCALE,
     LOGITS,
     TOKENS,
     VALUE,
+    VALUE_SCALE,
     is_part,
     read_facts,
-    refuse_quantised,
 )
 
 if TYPE_CHECKING:
     import torch
+
+
+_ML_DTYPES = {"BF16": "bfloat16", "FP8": "float8_e4m3fn"}  # types that numpy has from ml_dtypes, by TensorRT's names
 
 
 class _TorchMemory:
@@ -46,6 +51,8 @@ class _TorchMemory:
             "FLOAT": torch.float32,
             "HALF": torch.float16,
             "BF16": torch.bfloat16,
+            "INT8": torch.int8,
+            "FP8": torch.float8_e4m3fn,
             "INT32": torch.int32,
             "INT64": torch.int64,
             "BOOL": torch.bool,
@@ -59,7 +66,7 @@ class _TorchMemory:
         """A tensor on the GPU with the value of a tensor or array, in the engine's type."""
         if isinstance(value, np.ndarray):
             value = self.torch.from_numpy(
-                np.ascontiguousarray(value.astype(np.float32) if value.dtype.name == "bfloat16" else value)
+                np.ascontiguousarray(value.astype(np.float32) if value.dtype.name in _ML_DTYPES.values() else value)
             )
         return value.to(self.device, self.dtypes[dtype]).contiguous()
 
@@ -76,11 +83,12 @@ class _TorchMemory:
         self.torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def numpy(self, tensor):
-        return (tensor.float() if tensor.dtype == self.torch.bfloat16 else tensor).cpu().numpy()
+        no_numpy = tensor.dtype in (self.torch.bfloat16, self.torch.float8_e4m3fn)
+        return (tensor.float() if no_numpy else tensor).cpu().numpy()
 
 
 class _CudaPythonMemory:
-    """The same with cuda-python alone, on the current GPU; values are numpy arrays (bfloat16 ones ml_dtypes')."""
+    """The same with cuda-python alone, on the current GPU; values are numpy arrays (bfloat16 and float8 ones ml_dtypes')."""
 
     class Buffer:
         def __init__(self, runtime, shape, dtype):
@@ -99,16 +107,17 @@ class _CudaPythonMemory:
         self.dtypes = {
             "FLOAT": np.dtype(np.float32),
             "HALF": np.dtype(np.float16),
+            "INT8": np.dtype(np.int8),
             "INT32": np.dtype(np.int32),
             "INT64": np.dtype(np.int64),
             "BOOL": np.dtype(bool),
         }
 
     def dtype(self, name):
-        if name == "BF16":
+        if name in _ML_DTYPES:
             import ml_dtypes
 
-            return np.dtype(ml_dtypes.bfloat16)
+            return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
         return self.dtypes[name]
 
     def empty(self, shape, dtype):
@@ -140,7 +149,7 @@ class _CudaPythonMemory:
                 array.ctypes.data, buffer.pointer, buffer.bytes, self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
             )
         )
-        return array.astype(np.float32) if buffer.dtype.name == "bfloat16" else array
+        return array.astype(np.float32) if buffer.dtype.name in _ML_DTYPES.values() else array
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
@@ -266,7 +275,7 @@ class Engine:
     def made_up_inputs(self, profile: int = 0) -> dict[str, np.ndarray]:
         """Ones in the usual sizes of a profile, by name. Raises ValueError for one that the engine has not."""
         self._check_profile(profile)
-        types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
+        types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT8": "i1", "FP8": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
         return {
             name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
             for name in self.inputs
@@ -284,7 +293,7 @@ class Engine:
         return outputs, 1e3 * sorted(seconds)[len(seconds) // 2]
 
     def numpy(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Outputs as numpy arrays on the host; bfloat16 as float32."""
+        """Outputs as numpy arrays on the host; bfloat16 and float8 as float32."""
         with driver.current(self.device):
             return {name: self.memory.numpy(tensor) for name, tensor in outputs.items()}
 
@@ -336,7 +345,7 @@ def load_decoder(
         answers, statistics = generate(decoder, ["Good morning"], max_new_tokens=8)
     """
     facts = read_facts(folder, DECODER)
-    refuse_quantised(folder, facts, "TensorRT")
+    check_caches_for_tensorrt(folder, facts)
     loaded = Engine(engine, trt, memory="torch", host_code=host_code, device=device)
     return Decoder(
         loaded,
@@ -431,10 +440,9 @@ class _Steps:
         self.graph = True
         if not self.decoder.cuda_graph:
             return
+        by_token = KEY, VALUE, KEY_SCALE, VALUE_SCALE
         states = {
-            name: tensor.clone()
-            for name, tensor in self.caches.items()
-            if not any(is_part(name, part) for part in (KEY, VALUE))
+            name: tensor.clone() for name, tensor in self.caches.items() if not any(is_part(name, part) for part in by_token)
         }
         self.torch.cuda.synchronize()
         self.engine.enqueue()

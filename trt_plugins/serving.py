@@ -18,6 +18,7 @@ from leanfleet import trt_plugins
 from leanfleet.batching import TURNS, Batch, Limits
 from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
+    check_caches_for_tensorrt,
     ALLOWED,
     BATCH,
     ENDS,
@@ -38,7 +39,6 @@ from leanfleet.decoder_contract import (
     is_state,
     model_file,
     read_facts,
-    refuse_quantised,
     serving_interface,
     words_of,
 )
@@ -48,7 +48,7 @@ from leanfleet.step_sampler import Call
 
 Sizes = tuple[int, int, int]  # least, usual and largest, of a dimension in a profile
 
-_BYTES = {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT32": 4, "INT64": 8}
+_BYTES = {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT8": 1, "FP8": 1, "INT32": 4, "INT64": 8}
 _TYPES = {"FLOAT": "float32", "INT32": "int32", "INT64": "int64"}  # of what is no pool
 
 
@@ -117,7 +117,7 @@ def sampler_profile(max_requests: int = 16) -> dict[str, Sizes]:
 
 def _facts(folder: Path) -> Any:
     facts = read_facts(folder, SERVING)
-    refuse_quantised(folder, facts, "TensorRT")
+    check_caches_for_tensorrt(folder, facts)
     if serving_interface(facts) is not SERVING:
         raise ValueError(f"{folder} has format {facts.get('format', 1)}: export it again with {SERVING.writer}")
     return facts
@@ -196,7 +196,7 @@ class ContinuousBatch(Batch):
     trt_plugins.deserialize. The rest is as in leanfleet.ort_ops.serving.ContinuousBatch, and so are tokens, requests and
     step(), but that steps are not captured as CUDA graphs. A step is made while the one before runs, and its tokens are read a
     step behind.
-    Raises FileNotFoundError and ValueError for a folder that is not one, ValueError for wrong limits, quantised caches and an
+    Raises FileNotFoundError and ValueError for a folder that is not one, ValueError for wrong limits, caches that TensorRT does not take and an
     engine whose profiles do not take the limits, and RuntimeError where no GPU is here or TensorRT refuses the engine.
 
     Example:

@@ -386,7 +386,8 @@ void multiply(const Product& p) {
 // exp of sums of g: mask[t][s] from s + 1 to t for s <= t, else 0; prefix[t] from 0 to t; suffix[s] from s + 1 to the last.
 // Returns that of all.
 float take_decays(const Args& args, const Item& item, int64_t token, int64_t n, const Scratch& s) {
-  Vec sums[kChunkVecs] = {}, lanes[kChunkVecs], row[kChunkVecs] = {};
+  // A decay that is the same for all tokens would round the same way in each sum: `lost` is what rounding takes.
+  Vec sums[kChunkVecs] = {}, lost[kChunkVecs] = {}, lanes[kChunkVecs], row[kChunkVecs] = {};
   for (int c = 0; c < kChunkVecs; ++c) lanes[c] = lane_numbers(c * kLanes);
   double total = 0.0;
   float logs[kChunk] = {};
@@ -397,8 +398,13 @@ float take_decays(const Args& args, const Item& item, int64_t token, int64_t n, 
     total += static_cast<double>(g);
     logs[t] = static_cast<float>(total);
     for (int c = 0; c < kChunkVecs; ++c) {
-      sums[c] = select(lanes[c] < static_cast<float>(t), sums[c] + g, Vec{});
-      row[c] = select(lanes[c] <= static_cast<float>(t), exp_of_decay(sums[c]), Vec{});
+      const Vec before = sums[c], sum = before + g, added = sum - before;
+      const Vec error = (before - (sum - added)) + (g - added);  // NaN behind a decay to 0
+      const VecInt counts = lanes[c] < static_cast<float>(t);
+      sums[c] = select(counts, sum, Vec{});
+      lost[c] = select(counts & (error == error), lost[c] + error, Vec{});
+      const Vec power = exp_of_decay(sums[c]);
+      row[c] = select(lanes[c] <= static_cast<float>(t), fma(power, lost[c], power), Vec{});
       store(s.mask + t * kChunk + c * kLanes, row[c]);
     }
   }

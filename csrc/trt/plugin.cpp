@@ -29,6 +29,8 @@ bool from_trt(DataType type, DType* dtype) {
     case DataType::kBF16: *dtype = DType::kBFloat16; return true;
     case DataType::kINT32: *dtype = DType::kInt32; return true;
     case DataType::kINT64: *dtype = DType::kInt64; return true;
+    case DataType::kINT8: *dtype = DType::kInt8; return true;
+    case DataType::kFP8: *dtype = DType::kFloat8e4m3fn; return true;
     default: return false;
   }
 }
@@ -53,7 +55,7 @@ const char* trt_type_name(DataType type) {
     case DataType::kINT8: return "int8";
     case DataType::kUINT8: return "uint8";
     case DataType::kBOOL: return "bool";
-    case DataType::kFP8: return "float8";
+    case DataType::kFP8: return "float8e4m3fn";
     default: return "a type that no operator takes";
   }
 }
@@ -190,13 +192,15 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     const bool input = position < num_inputs;
     const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
     if (type != TypeVar::kT && !has_own_type(type)) return found == dtype_of(type, found);
-    if (found == DType::kInt32 || found == DType::kInt64) return false;
+    if (found == DType::kInt32 || found == DType::kInt64 || (is_narrow(found) && type != TypeVar::kC)) return false;
     if (position == 0) return true;  // every operator's first input is a T
     if (!from_trt(tensors[0].desc.type, &t)) return false;
-    if (type != TypeVar::kS) return found == t;
-    // The network's own type, not whichever a builder may choose: a state in another one would be rounded in each call.
-    if (input) return found == declared_types_[input_index(position)];
-    return found == type_taken(spec_.outputs[outputs_[position - num_inputs]], tensors, num_inputs);
+    if (type == TypeVar::kT) return found == t;
+    if (!input) return found == type_taken(spec_.outputs[outputs_[position - num_inputs]], tensors, num_inputs);
+    // The network's own type, not whichever a builder may choose: a state in another one would be rounded in each call, and
+    // scales belong to a cache's numbers.
+    const DType declared = declared_types_[input_index(position)];
+    return found == (type == TypeVar::kC && !is_narrow(declared) ? t : declared);
   }
 
   int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
@@ -391,16 +395,31 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_inputs; ++k) {
       const int i = input_index(k);
       const TensorSpec& tensor = spec_.inputs[i];
-      const bool narrow = inputs[k] == DataType::kINT8 || inputs[k] == DataType::kFP8 || inputs[k] == DataType::kUINT8;
-      if (tensor.type == TypeVar::kC && narrow)
-        return call.unsupported(std::string(tensor.name) + " is " + trt_type_name(inputs[k]) +
-                                ", which ONNX Runtime's layers take and TensorRT's do not yet; "
-                                "give it float32, float16 or bfloat16, as the other inputs have");
-      if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
+      if (tensor.type == TypeVar::kC && inputs[k] == DataType::kUINT8)
+        return call.unsupported(std::string(tensor.name) +
+                                " is uint8, which ONNX Runtime's layers take and TensorRT's plugins cannot; give it int8 or "
+                                "float8e4m3fn, or the type of the other inputs");
+      const bool known = from_trt(inputs[k], &types[i]);
+      if (!known || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL) ||
+          (is_narrow(types[i]) && tensor.type != TypeVar::kC))
         return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
                             (tensor.type == TypeVar::kT || has_own_type(tensor.type)
                                  ? "float32, float16 or bfloat16"
                                  : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
+    }
+    return check_narrow_types(call, types);
+  }
+
+  // TensorRT's builder fails without a word on a network with both int8 and float8.
+  Status check_narrow_types(const Call& call, const DType* types) const {
+    int first = -1;
+    for (int i = 0; i < spec_.num_inputs; ++i) {
+      if (spec_.inputs[i].type != TypeVar::kC || !is_narrow(types[i])) continue;
+      if (first < 0) first = i;
+      if (types[i] != types[first])
+        return call.unsupported(std::string(spec_.inputs[first].name) + " is " + dtype_name(types[first]) + " and " +
+                                spec_.inputs[i].name + " " + dtype_name(types[i]) +
+                                ", of which ONNX Runtime's layers take both and TensorRT's engines one; give them the same type");
     }
     return {};
   }

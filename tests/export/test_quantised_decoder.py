@@ -237,7 +237,7 @@ def test_what_cannot_be(tmp_path):
         ValueError, match="int8/fp8 caches, and onnxruntime-genai has caches of one type.* --cache int8 --calib"
     ):
         genai.bundle(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(ValueError, match="int8/fp8 caches, which TensorRT does not take yet: run it in ONNX Runtime"):
+    with pytest.raises(ValueError, match="int8/fp8 caches, of which TensorRT builds no engines: run it in ONNX Runtime"):
         running.load_decoder(tmp_path / "a", tmp_path / "none.engine")
     facts = decoder_contract.read_facts(tmp_path / "a", decoder_contract.DECODER)
     decoder_contract.write_facts(tmp_path / "a", {**facts, "cache": "int2"})

@@ -1,6 +1,7 @@
 """Engines with leanfleet's plugins, built by TensorRT on a machine that needs no GPU."""
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from leanfleet.ort_ops import make_session
 from support.cpu_time import rest_slow, slow_if
 from support.decoders import hybrid
 from support.ort_models import make_model, make_node, node_model
-from support.trt_cases import input_shapes, layouts_of, profiles, variants
+from support.trt_cases import input_shapes, layouts_of, profiles, quantised_forms, scaled_variants, variants
 
 try:
     TRT = trt_plugins.runtime()
@@ -28,11 +29,13 @@ GPUS = ["8.0", "8.9", "12.0"] if TRT.__name__ == "tensorrt_rtx" else []
 SPECS = spec.all_specs()
 
 
-def build(op, ranks, attrs, dtype, **options):
+def build(op, ranks, attrs, dtype, forms=None, **options):
     shapes = input_shapes(op, ranks, attrs, "open")
     names = {d for shape in shapes.values() for d in shape if isinstance(d, str)}
     entries = [{name: sizes for name, sizes in entry.items() if name in names} for entry in profiles(op)]
-    return trt_plugins.build_engine(node_model(op, shapes, attrs, dtype), entries, compute_capabilities=GPUS, **options)
+    model = node_model(op, shapes, attrs, dtype, forms=forms)
+    gpus = GPUS[1:] if "float8e4m3fn" in (forms or {}).values() else GPUS  # those before 8.9 have no such type
+    return trt_plugins.build_engine(model, entries, compute_capabilities=gpus, **options)
 
 
 def has_cuda_kernel(op):
@@ -66,15 +69,26 @@ def test_every_variant_builds(op, dtype):
     assert_builds(op, dtype, dict(enumerate(cases)))
 
 
-def assert_builds(op, dtype, cases):
-    """Of open sizes, with two profiles, for three kinds of GPU; a case's number chooses its layout."""
+@pytest.mark.parametrize("count", [pytest.param(None, marks=pytest.mark.slow, id="all"), pytest.param(4, id="some")])
+def test_quantised_caches_build(count):
+    """Caches of int8 and float8 with scales of every kind."""
+    op = SPECS["LeanAttention"]
+    cases = sorted(scaled_variants(op), key=lambda case: len(case[0]))
+    cases = dict(enumerate(cases if count is None else cases[:: len(cases) // (count - 1)][:count]))
+    for number, dtype in zip(cases, itertools.cycle(spec.TYPES["T"])):
+        assert_builds(op, dtype, {number: cases[number]}, quantised=True)
+
+
+def assert_builds(op, dtype, cases, quantised=False):
+    """Of open sizes, with two profiles, for three kinds of GPU; a case's number chooses its layout, and with `quantised` the
+    types of its caches."""
     if not has_cuda_kernel(op):
         return
     for number, (ranks, attrs) in cases.items():
         layouts = layouts_of(op, ("bhnd", "bnhd"))
         layout = layouts[number % len(layouts)]
         attrs = attrs | layout
-        built = build(op, ranks, attrs, dtype)
+        built = build(op, ranks, attrs, dtype, quantised_forms(ranks, number) if quantised else None)
         assert built.layers == [("node", op.name)], (ranks, attrs)
         # An engine can be loaded on a GPU alone. What the plugin wrote into it shows that its layer is there.
         written = [
@@ -124,11 +138,16 @@ def set_shape(name, *sizes):
     return change
 
 
-def set_type(name, code):
+def set_types(**codes):
     def change(model):
-        next(v for v in model.graph.input if v.name == name).type.tensor_type.elem_type = code
+        for value in model.graph.input:
+            value.type.tensor_type.elem_type = codes.get(value.name, value.type.tensor_type.elem_type)
 
     return change
+
+
+def set_type(name, code):
+    return set_types(**{name: code})
 
 
 @pytest.mark.parametrize(
@@ -159,13 +178,19 @@ def set_type(name, code):
             {},
             PLAIN,
             set_type("key_cache", TensorProto.INT8),
-            "key_cache is int8, which ONNX Runtime's layers take and TensorRT's",
+            "key_cache is int8",
         ),
         (
             {},
             PLAIN,
-            set_type("value_cache", TensorProto.FLOAT8E4M3FN),
-            "value_cache is float8, which ONNX Runtime's layers take and TensorRT's",
+            set_type("value_cache", TensorProto.UINT8),
+            "value_cache is uint8, which ONNX Runtime's layers take and TensorRT's plugins cannot; give it int8 or",
+        ),
+        (
+            {},
+            PLAIN | {"key_scale": 3, "value_scale": 3},
+            set_types(key_cache=TensorProto.INT8, value_cache=TensorProto.FLOAT8E4M3FN),
+            "key_cache is int8 and value_cache float8e4m3fn, of which ONNX Runtime's layers take both and TensorRT's engines one",
         ),
         ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
         ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),
@@ -311,12 +336,12 @@ def test_importing_needs_no_tensorrt():
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-@pytest.mark.parametrize("kind", rest_slow(["llama", "normalized", "minimax"]))
+@pytest.mark.parametrize("kind", rest_slow(["llama", "normalized", "minimax", "llama, int8", "llama, fp8 found before"]))
 def test_decoders_build(kind, tmp_path):
     """Whole exported models, prompts and steps; every attention layer is a plugin's."""
     import transformers
 
-    from leanfleet.export import export_decoder
+    from leanfleet.export import calibrate, export_decoder
     from leanfleet.export.linear_attention import register_transformers
     from leanfleet.trt_plugins import running
 
@@ -330,7 +355,7 @@ def test_decoders_build(kind, tmp_path):
         head_dim=16,
         max_position_embeddings=256,
     )
-    if kind == "llama":
+    if kind.startswith("llama"):
         config, expected = transformers.LlamaConfig(**sizes), ["LeanAttention", "GatedActivation"] * 2
     elif kind == "normalized":
         config = transformers.LlamaConfig(**sizes, leanfleet_linear_layers=[0])
@@ -348,7 +373,12 @@ def test_decoders_build(kind, tmp_path):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     if kind == "normalized":
         model.set_attn_implementation(register_transformers())
-    export_decoder(model, tmp_path)
+    options = {}
+    if kind.endswith("int8"):
+        options = dict(cache="int8")
+    if "found" in kind:
+        options = dict(cache=calibrate(model, torch.randint(0, 96, (1, 40)).tolist(), "fp8"))
+    export_decoder(model, tmp_path, **options)
     built = trt_plugins.build_engine(
         tmp_path / "model.onnx",
         running.decoder_profiles(capacity=(16, 256, 256), tokens=(1, 16, 64)),

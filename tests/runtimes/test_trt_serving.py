@@ -21,7 +21,7 @@ BLOCK = 8
 LIMITS = dict(pages=17, max_requests=5, step_tokens=20)
 
 
-@pytest.fixture(scope="module", params=rest_slow(["llama", "minimax"]))
+@pytest.fixture(scope="module", params=rest_slow(["llama", "minimax", "llama, fp8"]))
 def folder(request, tmp_path_factory):
     torch.manual_seed(0)
     if request.param == "minimax":
@@ -29,8 +29,9 @@ def folder(request, tmp_path_factory):
     else:
         sizes = dict(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6)
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256)).eval()
-    folder = tmp_path_factory.mktemp(request.param)
-    export_for_serving(model, folder, block=BLOCK, verify=False)
+    folder = tmp_path_factory.mktemp(request.param[:7])
+    cache = request.param.partition(", ")[2] or None
+    export_for_serving(model, folder, block=BLOCK, verify=False, cache=cache)
     return folder
 
 

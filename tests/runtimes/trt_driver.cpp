@@ -124,8 +124,10 @@ struct ResourceContext : IPluginResourceContext {
 
 // ---- Cases
 
-const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT64};
-size_t element_size(int type) { return type == 1 || type == 2 ? 2 : type == 4 ? 8 : 4; }
+const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32,
+                           DataType::kINT64, DataType::kINT8, DataType::kFP8};
+const size_t kSizes[] = {4, 2, 2, 4, 8, 1, 1};
+size_t element_size(int type) { return kSizes[type]; }
 
 struct Tensor {
   std::string name;
@@ -146,6 +148,12 @@ struct Tensor {
       int64_t value;
       std::memcpy(&value, content.data() + 8 * i, 8);
       return static_cast<double>(value);
+    }
+    if (type == 5) return static_cast<int8_t>(content[i]);
+    if (type == 6) {
+      const int exponent = content[i] >> 3 & 15, fraction = content[i] & 7;
+      if (exponent == 15 && fraction == 7) return std::nan("");
+      return (content[i] & 0x80 ? -1.0 : 1.0) * (exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9));
     }
     uint32_t bits = 0;
     if (type == 0 || type == 3) std::memcpy(&bits, content.data() + 4 * i, 4);
@@ -351,7 +359,7 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
   for (int32_t i = 0; i < num_inputs + num_outputs; ++i) {
     const DataType right = descs[i].desc.type;
     for (DataType type : {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT8,
-                          DataType::kINT64}) {
+                          DataType::kINT64, DataType::kFP8}) {
       descs[i].desc.type = type;
       const bool floating = type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
       const bool expected = i == 0 ? floating : type == right;

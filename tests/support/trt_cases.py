@@ -10,11 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
-from leanfleet import parity, spec
-from leanfleet.variants import input_shape, input_shapes, layouts_of, node_model, profiles, variants  # noqa: F401
+from leanfleet import parity, spec, trial
+from leanfleet.variants import (  # noqa: F401
+    input_shape,
+    input_shapes,
+    layouts_of,
+    node_model,
+    profiles,
+    scaled_variants,
+    variants,
+)
 from support.paths import ROOT
 
-DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4}
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4, "int8": 5, "float8_e4m3fn": 6}
+CACHE_TYPES = "int8", "float8e4m3fn"  # of quantised caches, which TensorRT's plugins can have
 
 
 def _line(*words):
@@ -26,12 +35,18 @@ def _content(array):
     return array.tobytes(), DTYPE_CODES[str(array.dtype)]
 
 
-def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
+def quantised_forms(ranks, number):
+    """Types of the caches that have scales, one or the other of CACHE_TYPES by turns: an engine does not have both."""
+    caches = [name for name in ("key_cache", "value_cache") if name.replace("_cache", "_scale") in ranks]
+    return dict.fromkeys(caches, CACHE_TYPES[number % len(CACHE_TYPES)])
+
+
+def write_case(file, op, ranks, attrs, dtype, seed, with_data=True, forms=None):
     """Appends a call in the form that trt_driver.cpp reads: lines of text, then the bytes of inputs and expected outputs.
 
     The expected outputs are the float64 reference's; their tolerance is that of leanfleet check.
     """
-    model = node_model(op, input_shapes(op, ranks, attrs, 1), attrs, dtype)
+    model = node_model(op, input_shapes(op, ranks, attrs, 1), attrs, dtype, forms=forms)
     inputs = parity.make_inputs(model, seed=seed)
     low = dtype != "float32"
     expected = {}
@@ -49,8 +64,9 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
                 return len(self.shape)
 
         for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
-            names = {"torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64"}
-            expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
+            kind = str(kind).removeprefix("torch.")
+            special = {"bfloat16": parity.BFLOAT16, "float8_e4m3fn": trial.FLOAT8}
+            expected[name] = np.zeros(shape, special.get(kind, kind))
 
     def sizes(name, kind):
         return input_shape(op, op.input(name), ranks, attrs, ranks[name], kind)
@@ -60,7 +76,9 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
     for t in op.active_outputs(attrs):
         largest = np.abs(np.asarray(expected[t.name], np.float64))
         largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerances[t.name] = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFCS" else 0.0
+        narrow = expected[t.name].dtype.itemsize == 1  # a rotated row may lie on the other side of a half
+        lost = 1.0 if narrow else parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest
+        tolerances[t.name] = lost if t.type in "TFCS" else 0.0
     write_call(file, op, attrs, inputs, expected, tolerances, extremes, with_data)
 
 
@@ -123,6 +141,14 @@ def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd")
             for (ranks, attrs), dtype, layout in itertools.product(variants(op), dtypes, layouts_of(op, layouts)):
                 if number % every == 0:
                     write_case(file, op, ranks, attrs | layout, dtype, number, with_data)
+                    count += 1
+                number += 1
+            for ranks, attrs in scaled_variants(op):
+                if number % every == 0:
+                    # With numbers of int8 alone, whose tolerance is one of them.
+                    forms = None if with_data else quantised_forms(ranks, count)
+                    layout, dtype = layouts_of(op, layouts)[count % len(layouts)], dtypes[count % len(dtypes)]
+                    write_case(file, op, ranks, attrs | layout, dtype, number, with_data, forms)
                     count += 1
                 number += 1
     return count

@@ -11,8 +11,9 @@ import onnxruntime
 from leanfleet.exchange import Host
 from leanfleet.ort_ops import make_session
 
-TYPES = {1: "FLOAT", 6: "INT32", 7: "INT64", 10: "HALF"}
-NUMPY = {"FLOAT": np.float32, "INT32": np.int32, "INT64": np.int64, "HALF": np.float16}
+FP8 = onnx.TensorProto.FLOAT8E4M3FN
+TYPES = {1: "FLOAT", 3: "INT8", 6: "INT32", 7: "INT64", 10: "HALF", FP8: "FP8"}
+BOUND = {"FLOAT": np.float32, "INT8": np.int8, "INT32": np.int32, "INT64": np.int64, "HALF": np.float16, "FP8": FP8}
 
 
 class TensorIOMode(enum.Enum):
@@ -121,7 +122,7 @@ class Context:
             for name in engine.names:
                 bind = binding.bind_input if name in shapes else binding.bind_output
                 shape = [sizes.get(d, d) for d in engine.dims[name]]
-                bind(name, "cpu", 0, NUMPY[engine.types[name]], shape, addresses[name])
+                bind(name, "cpu", 0, BOUND[engine.types[name]], shape, addresses[name])
             engine.session.run_with_iobinding(binding, onnxruntime.RunOptions())
 
         Stream.streams[stream].queued.append(run)
