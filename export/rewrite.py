@@ -629,6 +629,9 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
             raise nodes.Refused(
                 f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16"
             )
+        if not isinstance(half := nodes.dim(x["cos_cache"], 1), int) or half % 8:
+            turned = 2 * half if isinstance(half, int) else "an unknown number"
+            raise nodes.Refused(f"rotary encoding of {turned} of a head's columns; GroupQueryAttention takes multiples of 16")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -748,7 +751,6 @@ _TO_STANDARD = {
     "leanfleet.GatedDeltaRule": rewrite_linear.gated_delta_rule_back,
     "leanfleet.GatedActivation": _gated_activation_back,
 }
-OPERATORS = tuple(_TO_LEANFLEET)
 
 
 def operator_name(node: ir.Node) -> str:
@@ -804,7 +806,8 @@ def rewrite(
     """Rewrites an onnx_ir.Model in place; returns a Row for each node that could have been.
 
     to: "leanfleet", or "standard" for ai.onnx and com.microsoft operators.
-    operators: rewrite these alone, such as "com.microsoft.GroupQueryAttention"; None: all of OPERATORS.
+    operators: rewrite these alone, such as "com.microsoft.GroupQueryAttention", or with to = "standard"
+    "leanfleet.LeanAttention"; None: all.
     fixed_caches: GroupQueryAttention's past_key is never shorter than total_sequence_length, so that the caches are
     appended to where they are. Without it a copy is made for each node, of the size that is needed, unless the model
     declares that present_key is as long as past_key.
@@ -828,13 +831,12 @@ def rewrite(
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")
     if inline and to != "standard":
         raise ValueError("inline puts function bodies in the place of leanfleet nodes: it goes with to = standard")
-    mappings = dict(_TO_LEANFLEET)
+    ours = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
+    mappings = dict(_TO_LEANFLEET) if to == "leanfleet" else ours
     if operators is not None:
         if unknown := set(operators) - set(mappings):
-            raise ValueError(f"operator {min(unknown)} is none that can be rewritten; these are {', '.join(OPERATORS)}")
+            raise ValueError(f"operator {min(unknown)} is none that can be rewritten; these are {', '.join(mappings)}")
         mappings = {name: mappings[name] for name in operators}
-    if to == "standard":
-        mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
     _name_default_domain(model)
     function_bodies.check_nodes(model)
     _inline_callers(model, mappings)

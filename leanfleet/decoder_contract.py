@@ -647,10 +647,10 @@ def check_caches_for_tensorrt(folder: str | Path, facts: Facts) -> None:
     """Raises ValueError for a folder with caches that TensorRT has no engines for: int4, whose uint8 no plugin takes, and int8
     beside fp8."""
     cache = facts.get("cache")
-    if cache and (set(cache_forms(cache)) not in ({"int8"}, {"float8e4m3fn"})):
+    if cache and set(cache_forms(cache)) not in ({"int8"}, {"float8e4m3fn"}):
         raise ValueError(
-            f"{folder} was exported with {cache} caches, of which TensorRT builds no engines: run it in ONNX Runtime, or export "
-            "the model with caches of int8 or fp8 (leanfleet export --cache int8)"
+            f"{folder} was exported with {cache} caches, of which TensorRT builds no engines: run it in ONNX Runtime, or "
+            "export the model with caches of int8 or fp8 (leanfleet export --cache int8)"
         )
 
 

@@ -441,13 +441,18 @@ def cases(model: onnx.ModelProto) -> list[list[tuple[str, dict[str, np.ndarray]]
 def _our_case(model, tokens, filled, slots=8):
     symbols = {"N": tokens, "Nq": tokens, "S": slots}
     feed = make_inputs(model, seed=int(filled), symbols=symbols)
-    uses, _ = _uses(model.graph)
-    shapes = _shapes(model.graph, {}, SIZES | symbols)
+    origin, shapes = _origin(model.graph), _shapes(model.graph, {}, SIZES | symbols)
+    uses = {  # by attention: a hybrid's other nodes take query_lens too
+        origin(name): (node, argument)
+        for node in leanfleet_nodes(model)
+        if attributes_of(node).get("append")
+        for argument, name in zip(spec.all_specs()[node.op_type].inputs, node.input, strict=False)
+    }
     random = np.random.default_rng(7)
     pasts = {}
     lengths_and_caches = ("seq_lens", "query_lens", "key_cache", "value_cache")
     for name, (node, argument) in uses.items():
-        if name in feed and attributes_of(node).get("append") and argument.name in lengths_and_caches:
+        if name in feed and argument.name in lengths_and_caches:
             dims = _dims(node, shapes)
             if "S" not in dims:
                 continue

@@ -1,4 +1,4 @@
-"""leanfleet verify: every operator, type and variant in every runtime that is here, against the float64 reference.
+"""leanfleet verify: every operator and type, in many variants, in every runtime that is here, against the float64 reference.
 
 A runtime runs in a process of its own, which is told apart from one that hangs by what it writes: a crash or a hang is a
 failure that names the call. The command's own process imports neither torch nor a runtime.

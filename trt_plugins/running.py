@@ -275,7 +275,16 @@ class Engine:
     def made_up_inputs(self, profile: int = 0) -> dict[str, np.ndarray]:
         """Ones in the usual sizes of a profile, by name. Raises ValueError for one that the engine has not."""
         self._check_profile(profile)
-        types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT8": "i1", "FP8": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
+        types = {
+            "FLOAT": "f4",
+            "HALF": "f2",
+            "BF16": "f4",
+            "INT8": "i1",
+            "FP8": "f4",
+            "INT32": "i4",
+            "INT64": "i8",
+            "BOOL": "?",
+        }
         return {
             name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
             for name in self.inputs

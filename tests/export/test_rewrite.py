@@ -11,8 +11,10 @@ import torch
 from onnx import helper
 
 from leanfleet import cli
+from leanfleet.export import export_decoder
 from leanfleet.export import rewrite as rw
 from leanfleet.ort_ops import make_session
+from support import decoders
 from support.rewrite_models import (
     BOOL,
     DV,
@@ -1106,6 +1108,27 @@ def is_back(model, feed, into, domain, keep=lambda outputs: outputs):
     assert domain in {n.domain for n in proto.graph.node}
     close(keep(run(proto, feed)), keep(expected), "LeanAttention")
     return proto
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_hybrids_back(size, tmp_path):
+    """The recurrence by LinearAttention, and attention by GroupQueryAttention where that takes the rotary encoding, which is of
+    a quarter of a head's columns."""
+    torch.manual_seed(5)
+    export_decoder(decoders.hybrid("qwen3.5", head_dim=size), tmp_path, verify=False)
+    found, alone = (
+        rw.rewrite_file(tmp_path / "model.onnx", tmp_path / "standard.onnx", "standard", operators=operators)
+        for operators in (None, ["leanfleet.GatedDeltaRule"])
+    )
+    by_name = {row.operator: row for row in found}
+    assert by_name["leanfleet.GatedDeltaRule"].into == "LinearAttention"
+    attention = by_name["leanfleet.LeanAttention"]
+    if size == 16:
+        assert "rotary encoding of 4 of a head's columns; GroupQueryAttention takes multiples of 16" in attention.reason
+    else:
+        assert attention.into == "GroupQueryAttention"
+    assert [row.into for row in alone] == ["LinearAttention"] * 2
+    assert found.verification.runs == alone.verification.runs == ("a prompt", "a step")
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
