@@ -196,8 +196,9 @@ class ContinuousBatch(Batch):
     trt_plugins.deserialize. The rest is as in leanfleet.ort_ops.serving.ContinuousBatch, and so are tokens, requests and
     step(), but that steps are not captured as CUDA graphs. A step is made while the one before runs, and its tokens are read a
     step behind.
-    Raises FileNotFoundError and ValueError for a folder that is not one, ValueError for wrong limits, caches that TensorRT does not take and an
-    engine whose profiles do not take the limits, and RuntimeError where no GPU is here or TensorRT refuses the engine.
+    Raises FileNotFoundError and ValueError for a folder that is not one, ValueError for wrong limits, for caches that TensorRT
+    does not take and for an engine whose profiles do not take the limits, and RuntimeError where no GPU is here or TensorRT
+    refuses the engine.
 
     Example:
         from leanfleet.trt_plugins.serving import ContinuousBatch

@@ -82,7 +82,8 @@ SHAPES["gemma-2-9b"] = dict(
     num_key_value_heads=8,
     head_dim=256,
 )
-# Hybrids: attention and Mamba-2 in each layer; the gated delta rule (keys of 96, values of 192) in three layers of four.
+# Hybrids: attention and Mamba-2 in each layer; the gated delta rule in three layers of four (OLMo's keys of 96, values of 192);
+# the first layers of Nemotron-H, Mamba-2 with 8 groups of 128 heads.
 SHAPES["falcon-h1-1.5b"] = dict(
     model_type="falcon_h1",
     vocab_size=65537,
@@ -96,6 +97,23 @@ SHAPES["falcon-h1-1.5b"] = dict(
     mamba_n_heads=48,
     mamba_d_head=64,
     mamba_d_state=256,
+)
+SHAPES["qwen3.5-0.8b"] = dict(
+    model_type="qwen3_5_text",
+    vocab_size=248320,
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_hidden_layers=24,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+)
+SHAPES["nemotron-h-8b-13-layers"] = dict(
+    model_type="nemotron_h",
+    num_hidden_layers=13,
+    layer_types=[{"M": "linear_attention", "-": "mlp", "*": "full_attention"}[kind] for kind in "M-M-M-M*-M-M-"],
+    tie_word_embeddings=False,
 )
 SHAPES["olmo-hybrid-7b-8-layers"] = dict(model_type="olmo_hybrid", vocab_size=100352, num_hidden_layers=8)
 POSITIONS = 32768

@@ -1342,6 +1342,7 @@ void backward_of(const BackwardPlan& plan, Phase phase, int64_t index, float* fl
 int64_t forward_scratch(const ForwardPlan& plan) { return carve(plan.args.in, plan.range_width, nullptr).floats; }
 
 void run_forward(const ForwardPlan& plan, Phase phase, int64_t index, float* scratch) {
+  const FlushSubnormals flush;
   if (plan.args.in.dtype == 0) forward_of<float>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 1) forward_of<Half>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 2) forward_of<BFloat16>(plan, phase, index, scratch);
@@ -1350,6 +1351,7 @@ void run_forward(const ForwardPlan& plan, Phase phase, int64_t index, float* scr
 int64_t backward_scratch(const BackwardPlan& plan) { return carve(plan, nullptr).floats; }
 
 void run_backward(const BackwardPlan& plan, Phase phase, int64_t index, float* scratch) {
+  const FlushSubnormals flush;
   if (plan.args.in.dtype == 0) backward_of<float>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 1) backward_of<Half>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 2) backward_of<BFloat16>(plan, phase, index, scratch);

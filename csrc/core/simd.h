@@ -12,6 +12,8 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__SSE__)
+#include <xmmintrin.h>
 #endif
 
 #ifndef LEANFLEET_ISA
@@ -39,6 +41,24 @@ struct Half {
 };
 struct BFloat16 {
   uint16_t bits;
+};
+
+// While it lives, numbers below 2^-126 are 0 in this thread's arithmetic. Decays multiply to such, and they cost a processor a hundred
+// times as long as others.
+class FlushSubnormals {
+ public:
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+#if defined(__SSE__)
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushResults | kFlushOperands); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned kFlushResults = 0x8000, kFlushOperands = 0x40;
+  unsigned before_;
+#else
+  FlushSubnormals() {}
+#endif
 };
 
 inline Vec broadcast(float x) { return x - Vec{}; }  // x - 0 is x even for -0; 0 + x costs an addition

@@ -1171,6 +1171,7 @@ float key_square(const Args& args, int64_t batch, int64_t head, int64_t token) {
 int64_t scratch_floats(const CpuPlan& plan) { return carve(plan, nullptr).floats; }
 
 void run_item(const CpuPlan& plan, int64_t index, float* scratch) {
+  const FlushSubnormals flush;
   if (plan.args.dtype == 0) run_typed<float>(plan, index, scratch);
   if (plan.args.dtype == 1) run_typed<Half>(plan, index, scratch);
   if (plan.args.dtype == 2) run_typed<BFloat16>(plan, index, scratch);
@@ -1179,6 +1180,7 @@ void run_item(const CpuPlan& plan, int64_t index, float* scratch) {
 int64_t grad_scratch_floats(const GradPlan& plan) { return carve(plan, nullptr).floats; }
 
 void run_grad_item(const GradPlan& plan, GradPhase phase, int64_t index, float* scratch) {
+  const FlushSubnormals flush;
   const int32_t dtype = plan.args.in.dtype;
   if (dtype == 0) run_grad_typed<float>(plan, phase, index, scratch);
   if (dtype == 1) run_grad_typed<Half>(plan, phase, index, scratch);

@@ -1,0 +1,235 @@
+"""Whole hybrid decoders in ONNX Runtime: their recurrent layers by leanfleet, and by ONNX Runtime's own operators.
+
+    python -m bench.models.hybrids export DIR [--shape qwen3.5-0.8b] [--layers N] [--dtype float32] [--weightless]
+    python -m bench.models.hybrids run DIR OUT.json [--device cuda] [--prompts 2048,8192,32768] [--batches 1,16]
+        [--context 2048]
+
+Two graphs with the same weights, random ones: the one that export_decoder writes, and the same with each GatedDeltaRule or
+CausalLinearDecay in the form of ONNX Runtime's operators, by `leanfleet rewrite --to standard`: LinearAttention in float32,
+GatedDeltaNet, which is for GPUs alone, in 16 bits. All else, attention and convolutions too, is leanfleet's in both.
+--weightless leaves the weights out, for a machine that `run` makes them on.
+
+prompt  seconds of one request's prompt, from token ids to the next token's logits on the host.
+step    seconds of a step of so many requests behind --context tokens each.
+
+One session at a time, ours, theirs, theirs and ours, each with a warm-up: of two at once the one loaded first is 10% slower on a
+CPU. Medians. The logits must agree to within 2% of the largest (float32: 0.1%), or nothing is written. memory: bytes of the GPU that
+a session held in the end. Ratios above 1: we are faster.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import shutil
+import statistics
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from bench.models.serving import SHAPES, config_of
+from bench.models.weightless import DATA, fill, parameters_of, strip, with_experts
+
+OURS, THEIRS = "leanfleet", "onnxruntime"
+RECURRENT = "leanfleet.GatedDeltaRule", "leanfleet.CausalLinearDecay"
+AGREES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of the largest logit
+TURNS, STEPS = 3, 8  # of each line and side; steps that a turn's median is of
+
+
+def link_weights(folder: Path) -> None:
+    """The other graph has the same weights, in the same file."""
+    with suppress(FileNotFoundError):
+        (folder / THEIRS / DATA).unlink(missing_ok=True)
+        os.link(folder / OURS / DATA, folder / THEIRS / DATA)
+
+
+def command_export(args):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from leanfleet.export import export_decoder
+    from leanfleet.export.rewrite import print_rows, rewrite_file
+
+    torch.manual_seed(0)
+    ours, theirs = args.folder / OURS, args.folder / THEIRS
+    model = AutoModelForCausalLM.from_config(config_of(args.shape, args.layers), dtype=getattr(torch, args.dtype)).eval()
+    export_decoder(model, ours, verify=False)
+    facts = {"model": args.shape, "dtype": args.dtype, "layers": model.config.num_hidden_layers}
+    facts |= {"vocabulary": model.config.vocab_size, "parameters": sum(p.numel() for p in model.parameters())}
+    if args.weightless:
+        strip(ours, parameters_of(model))
+        facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
+    shutil.rmtree(theirs, ignore_errors=True)
+    theirs.mkdir()
+    rows = rewrite_file(ours / "model.onnx", ours / "theirs.onnx", "standard", operators=RECURRENT, verify=False)
+    print_rows(rows)
+    if left := [row for row in rows if row.into is None]:
+        raise SystemExit(f"{left[0].operator} stays: {left[0].reason}")
+    (ours / "theirs.onnx").rename(theirs / "model.onnx")
+    shutil.copy(ours / "leanfleet.json", theirs)
+    link_weights(args.folder)
+    facts["operators"] = sorted({row.into for row in rows})
+    (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
+
+
+def fill_randomly(folder, facts, device):
+    """Writes the weights that --weightless left out."""
+    import torch
+
+    random = torch.Generator(device).manual_seed(0)
+    kind = getattr(torch, facts["dtype"])
+    parameters = {
+        name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=kind)
+        for name, shape in facts.pop("random").items()
+    }
+    fill(folder / OURS, with_experts(parameters))
+    link_weights(folder)
+
+
+def used(device):
+    if device == "cpu":
+        return 0
+    import torch
+
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def timed(call):
+    begin = time.perf_counter()
+    found = call()
+    return time.perf_counter() - begin, found
+
+
+class Side:
+    """A session of one of the graphs. memory: what it holds on the GPU after a call."""
+
+    def __init__(self, folder, device):
+        from leanfleet.ort_ops.generation import load_decoder
+
+        self.device, self.before = device, used(device)
+        options = {"arena_extend_strategy": "kSameAsRequested"}
+        self.decoder = load_decoder(
+            folder, ["CPUExecutionProvider"] if device == "cpu" else [("CUDAExecutionProvider", options)]
+        )
+
+    def prompts(self, ids, turns):
+        """(seconds of each turn but the first, the last logits) of prompts [B,N] from empty caches."""
+        steps, lens, seconds = self.decoder.steps(*ids.shape), np.full(len(ids), ids.shape[1], np.int32), []
+        for _ in range(turns):
+            steps.reset()
+            taken, logits = timed(lambda: steps.run(ids, lens, lens))
+            seconds.append(taken)
+        return seconds[1:], logits
+
+    def steps_behind(self, ids, more):
+        """(seconds of each step but the first STEPS, the last logits) of the tokens `more` [B,M] behind prompts [B,N]."""
+        steps = self.decoder.steps(len(ids), ids.shape[1] + more.shape[1])
+        at, seconds = np.full(len(ids), ids.shape[1], np.int32), []
+        steps.run(ids, at, at)
+        for i in range(more.shape[1]):
+            at = at + np.int32(1)
+            taken, logits = timed(lambda i=i, at=at: steps.run(more[:, i : i + 1], at, np.ones_like(at)))
+            seconds.append(taken)
+        return seconds[STEPS:], logits
+
+    def measure(self, line, vocabulary):
+        random = np.random.default_rng(line["context"] + line["batch"])
+        ids = random.integers(0, vocabulary, (line["batch"], line["context"]))
+        if line["kind"] == "prompt":
+            return self.prompts(ids, 1 + TURNS)
+        return self.steps_behind(ids, random.integers(0, vocabulary, (line["batch"], (1 + TURNS) * STEPS)))
+
+    @property
+    def memory(self):
+        return used(self.device) - self.before
+
+
+def row_of(line, seconds, logits, dtype):
+    """A row of the JSON. seconds: of each side. Raises SystemExit where the logits are not the same."""
+    largest = np.abs(logits[OURS]).max()
+    error = float(np.abs(logits[OURS] - logits[THEIRS]).max() / largest)
+    if not error <= AGREES[dtype]:
+        raise SystemExit(f"{line}: logits differ by {error:.1e} of the largest; {AGREES[dtype]:.0e} is allowed")
+    ours, theirs = (statistics.median(seconds[name]) for name in (OURS, THEIRS))
+    return line | {"ours": ours, "theirs": theirs, "ratio": theirs / ours, "error": error}
+
+
+def command_run(args):
+    import onnxruntime
+
+    from leanfleet import bench
+    from leanfleet.driver import Device
+
+    facts = json.loads((args.folder / "bench.json").read_text())
+    if "random" in facts:
+        fill_randomly(args.folder, facts, args.device)
+    lines = [{"kind": "prompt", "batch": 1, "context": length} for length in args.prompts]
+    lines += [{"kind": "step", "batch": batch, "context": args.context} for batch in args.batches]
+    seconds = [{OURS: [], THEIRS: []} for _ in lines]
+    logits, memory = [{} for _ in lines], {OURS: 0, THEIRS: 0}
+    for name in (OURS, THEIRS, THEIRS, OURS):
+        side = Side(args.folder / name, args.device)
+        for line, taken, last in zip(lines, seconds, logits):
+            found, last[name] = side.measure(line, facts["vocabulary"])
+            taken[name] += found
+            print(f"{name}: {line} {1e3 * statistics.median(found):.2f} ms", flush=True)
+        memory[name] = max(memory[name], side.memory)
+        del side
+        gc.collect()
+    report = {"date": datetime.date.today().isoformat(), "machine": bench._machine(Device.named(args.device))}
+    report |= {"onnxruntime": onnxruntime.__version__, "memory": memory if args.device != "cpu" else None} | facts
+    report["rows"] = [row_of(*line, facts["dtype"]) for line in zip(lines, seconds, logits)]
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(table(report))
+
+
+def table(report):
+    """A line a row of the JSON."""
+    machine, operators = report["machine"], " and ".join(report["operators"])
+    text = [
+        f"{report['date']}. {machine['device']}{', %d threads' % machine['threads'] if 'threads' in machine else ''}. "
+        f"{report['model']}, {report['layers']} layers, {report['dtype']}, onnxruntime {report['onnxruntime']}: the recurrent layers "
+        f"by leanfleet, and by {operators}. Milliseconds, medians; above 1x leanfleet is faster.",
+        "",
+        "| | requests | tokens before | leanfleet | onnxruntime | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in report["rows"]:
+        prompt = r["kind"] == "prompt"
+        what, before = ("prompt of {:,}", "") if prompt else ("step", "{:,}")
+        ours, theirs = (f"{1e3 * r[name]:.2f}" for name in ("ours", "theirs"))
+        cells = [what.format(r["context"]), r["batch"], before.format(r["context"]), ours, theirs, f"{r['ratio']:.2f}x"]
+        text.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(text) + "\n"
+
+
+def main():
+    numbers = lambda text: [int(n) for n in text.split(",") if n]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    export = commands.add_parser("export")
+    export.add_argument("folder", type=Path)
+    export.add_argument("--shape", choices=list(SHAPES), default="qwen3.5-0.8b")
+    export.add_argument("--layers", type=int)
+    export.add_argument("--dtype", choices=list(AGREES), default="float32")
+    export.add_argument("--weightless", action="store_true")
+    export.set_defaults(command=command_export)
+    run = commands.add_parser("run")
+    run.add_argument("folder", type=Path)
+    run.add_argument("out", type=Path)
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    run.add_argument("--prompts", type=numbers, default=[2048, 8192, 32768])
+    run.add_argument("--batches", type=numbers, default=[1, 16])
+    run.add_argument("--context", type=int, default=2048, help="tokens before a step")
+    run.set_defaults(command=command_run)
+    args = parser.parse_args()
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()
