@@ -102,6 +102,14 @@ MEASUREMENTS = (
     Measurement("gated_delta_rule_accuracy_cpu", CPU, ("kernels.delta_rule_accuracy --out OUT",)),
     Measurement("generate_cpu", CPU, ("models.generate --work WORK/generate --out OUT",)),
     Measurement("host_cost_cpu", CPU, ("kernels.host_cost --out OUT",)),
+    Measurement(
+        "hybrids_cpu",
+        CPU,
+        (
+            "models.hybrids export WORK/hybrids",
+            "models.hybrids run WORK/hybrids OUT --device cpu --prompts 512,2048 --batches 1,4,16 --context 512",
+        ),
+    ),
     Measurement("linearise_cpu", CPU, ("models.linearise --out OUT",)),
     Measurement("quantised_caches_cpu", CPU, ("models.quantised_caches --tokens 4096 --out OUT",)),
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),

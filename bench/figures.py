@@ -26,7 +26,7 @@ from bench.kernels import (
     ort_cuda,
     sample_tokens,
 )
-from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, tensor_parallel, train_scale, vllm
+from bench.models import end_to_end, hybrids, linearise, quantised_caches, quantised_weights, tensor_parallel, train_scale, vllm
 from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
 
 OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
@@ -81,6 +81,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear_sweeps_h100": of("linear_sweeps_h100", linear_attention.table),
     "host_cost_cpu": of("host_cost_cpu", host_cost.table),
     "host_cost_h100": of("host_cost_h100", host_cost.table),
+    "hybrids_cpu": of("hybrids_cpu", hybrids.table),
     "linearise_cpu": of("linearise_cpu", linearise.table),
     "tensor_parallel_h100": of("tensor_parallel_h100", tensor_parallel.table),
     "tensor_parallel_8b_h100": of("tensor_parallel_8b_h100", tensor_parallel.table),

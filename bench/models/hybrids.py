@@ -12,9 +12,9 @@ GatedDeltaNet, which is for GPUs alone, in 16 bits. All else, attention and conv
 prompt  seconds of one request's prompt, from token ids to the next token's logits on the host.
 step    seconds of a step of so many requests behind --context tokens each.
 
-One session at a time, ours, theirs, theirs and ours, each with a warm-up: of two at once the one loaded first is 10% slower on a
-CPU. Medians. The logits must agree to within 2% of the largest (float32: 0.1%), or nothing is written. memory: bytes of the GPU that
-a session held in the end. Ratios above 1: we are faster.
+One session at a time, ours, theirs, theirs and ours, each with a warm-up: of two at once the one loaded first is 10% slower
+on a CPU. Medians. The logits must agree to within 2% of the largest (float32: 0.1%), or nothing is written. memory: bytes of
+the GPU that a session held in the end. Ratios above 1: we are faster.
 """
 
 import argparse
@@ -191,10 +191,11 @@ def command_run(args):
 def table(report):
     """A line a row of the JSON."""
     machine, operators = report["machine"], " and ".join(report["operators"])
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
     text = [
-        f"{report['date']}. {machine['device']}{', %d threads' % machine['threads'] if 'threads' in machine else ''}. "
-        f"{report['model']}, {report['layers']} layers, {report['dtype']}, onnxruntime {report['onnxruntime']}: the recurrent layers "
-        f"by leanfleet, and by {operators}. Milliseconds, medians; above 1x leanfleet is faster.",
+        f"{report['date']}. {machine['device']}{threads}. {report['model']}, {report['layers']} layers, {report['dtype']}, "
+        f"onnxruntime {report['onnxruntime']}: the recurrent layers by leanfleet, and by {operators}. Milliseconds, medians; "
+        "above 1x leanfleet is faster.",
         "",
         "| | requests | tokens before | leanfleet | onnxruntime | |",
         "|---|---|---|---|---|---|",
