@@ -127,6 +127,8 @@ LEFT = {
     "context_parallel_decoder_h100": (
         "needs two GPUs: models.tensor_parallel --share context --context 131072 --batches 1 --layers 8"
     ),
+    "cpu_avx2_epyc": "of an AMD EPYC: kernels.cpu --isa avx2 --threads 2 --out OUT",
+    "cpu_avx512_epyc": "of an AMD EPYC: kernels.cpu --isa avx512 --threads 2 --out OUT",
     "int8_caches_cpu": "12,288 tokens, kept as an earlier form of models.quantised_caches wrote it",
     "continuous_llama-3.2-1b_64_graphs_h200": "lengths of one comparison with vLLM: models.serving run --energy",
     "end_to_end_answers_h200": "a run for each length of the prompt: models.end_to_end --answers",

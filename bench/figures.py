@@ -71,6 +71,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
     "decay_gates_h200": of("decay_gates_h200", decay_gates.table),
+    "cpu_avx2_epyc": dated("cpu_avx2_epyc", lambda r: cpu.table(r["machine"], r["rows"])),
+    "cpu_avx512_epyc": dated("cpu_avx512_epyc", lambda r: cpu.table(r["machine"], r["rows"])),
     "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
     "gated_activation_h200": of("gated_activation_h200", lambda r: gated_activation.table(r["rows"])),
     "gated_delta_rule_accuracy_cpu": of("gated_delta_rule_accuracy_cpu", delta_rule_accuracy.table),

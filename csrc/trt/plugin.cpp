@@ -417,9 +417,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       if (spec_.inputs[i].type != TypeVar::kC || !is_narrow(types[i])) continue;
       if (first < 0) first = i;
       if (types[i] != types[first])
-        return call.unsupported(std::string(spec_.inputs[first].name) + " is " + dtype_name(types[first]) + " and " +
-                                spec_.inputs[i].name + " " + dtype_name(types[i]) +
-                                ", of which ONNX Runtime's layers take both and TensorRT's engines one; give them the same type");
+        return call.unsupported(
+            std::string(spec_.inputs[first].name) + " is " + dtype_name(types[first]) + " and " + spec_.inputs[i].name + " " +
+            dtype_name(types[i]) +
+            ", of which ONNX Runtime's layers take both and TensorRT's engines one; give them the same type");
     }
     return {};
   }
