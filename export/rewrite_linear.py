@@ -351,15 +351,13 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
             decay = packed(decay)
         else:
             decay = by_token(decay, [0, 2, 1])
-    key = x["key"]
+    value = x["value"]
     if x["beta"] is not None:
-        if nodes.dim(key, 2 if bnhd else 1) != states:
-            raise nodes.Refused("beta of keys that states share, which LinearAttention does not have")
         if not single:
-            raise nodes.Refused("beta is float32, keys times it would be rounded to the type of query")
-        key = ops.Mul(key, ops.Unsqueeze(x["beta"], [3]))
+            raise nodes.Refused("beta is float32, values times it would be rounded to the type of query")
+        value = ops.Mul(value, ops.Unsqueeze(x["beta"], [3]))  # states may share keys
     given = _ordered(ops, x["initial_state"], a["state_v_first"])
-    inputs = [packed(t) for t in (x["query"], key, x["value"])] + [given, decay]
+    inputs = [packed(t) for t in (x["query"], x["key"], value)] + [given, decay]
     while inputs[-1] is None:
         inputs.pop()
     domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else nodes.MICROSOFT

@@ -21,11 +21,9 @@ import argparse
 import datetime
 import gc
 import json
-import os
 import shutil
 import statistics
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +35,6 @@ OURS, THEIRS = "leanfleet", "onnxruntime"
 RECURRENT = "leanfleet.GatedDeltaRule", "leanfleet.CausalLinearDecay"
 AGREES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of the largest logit
 TURNS, STEPS = 3, 8  # of each line and side; steps that a turn's median is of
-
-
-def link_weights(folder: Path) -> None:
-    """The other graph has the same weights, in the same file."""
-    with suppress(FileNotFoundError):
-        (folder / THEIRS / DATA).unlink(missing_ok=True)
-        os.link(folder / OURS / DATA, folder / THEIRS / DATA)
 
 
 def command_export(args):
@@ -59,9 +50,6 @@ def command_export(args):
     export_decoder(model, ours, verify=False)
     facts = {"model": args.shape, "dtype": args.dtype, "layers": model.config.num_hidden_layers}
     facts |= {"vocabulary": model.config.vocab_size, "parameters": sum(p.numel() for p in model.parameters())}
-    if args.weightless:
-        strip(ours, parameters_of(model))
-        facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
     shutil.rmtree(theirs, ignore_errors=True)
     theirs.mkdir()
     rows = rewrite_file(ours / "model.onnx", ours / "theirs.onnx", "standard", operators=RECURRENT, verify=False)
@@ -70,7 +58,11 @@ def command_export(args):
         raise SystemExit(f"{left[0].operator} stays: {left[0].reason}")
     (ours / "theirs.onnx").rename(theirs / "model.onnx")
     shutil.copy(ours / "leanfleet.json", theirs)
-    link_weights(args.folder)
+    shutil.copy(ours / DATA, theirs)  # onnx refuses files with two names
+    if args.weightless:
+        for folder in (ours, theirs):
+            strip(folder, parameters_of(model))
+        facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
     facts["operators"] = sorted({row.into for row in rows})
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
 
@@ -85,8 +77,8 @@ def fill_randomly(folder, facts, device):
         name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=kind)
         for name, shape in facts.pop("random").items()
     }
-    fill(folder / OURS, with_experts(parameters))
-    link_weights(folder)
+    for side in (OURS, THEIRS):
+        fill(folder / side, with_experts(parameters))
 
 
 def used(device):

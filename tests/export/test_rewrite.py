@@ -1131,6 +1131,17 @@ def test_hybrids_back(size, tmp_path):
     assert found.verification.runs == alone.verification.runs == ("a prompt", "a step")
 
 
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+def test_mamba_back(name, tmp_path):
+    """One group of keys, or two, for all states, times a step that stands beside them."""
+    torch.manual_seed(5)
+    export_decoder(decoders.hybrid(name), tmp_path, verify=False)
+    rows = rw.rewrite_file(
+        tmp_path / "model.onnx", tmp_path / "standard.onnx", "standard", operators=["leanfleet.CausalLinearDecay"]
+    )
+    assert {row.into for row in rows} == {"LinearAttention"} and rows.verification.runs
+
+
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize(
     "n, s, attributes", [(7, 7, {}), (7, 7, dict(softcap=2.0, scale=0.4)), (3, 8, dict(causal=0)), (1, 8, {})]
