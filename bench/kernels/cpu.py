@@ -364,14 +364,15 @@ def microsoft_linear_attention(sets, decay):
     )
 
 
-def delta_line(b, h, n, d):
-    """GatedDeltaRule with a decay of each token, beside com.microsoft.LinearAttention's gated_delta; states are returned."""
+def delta_line(b, h, n, d, strongest=1 / 8):
+    """GatedDeltaRule with a log decay of each token down to -strongest, beside com.microsoft.LinearAttention's gated_delta;
+    states are returned. Models have heads with decays of -11: what they multiply to is subnormal."""
     names = ("query", "key", "value", "log_decay", "beta", "initial_state")
 
     def make():
         query, key, value = (torch.randn(b, h, n, d) for _ in range(3))
         key = key / key.norm(dim=-1, keepdim=True)
-        gates = -torch.rand(b, h, n) / 8, torch.rand(b, h, n)
+        gates = -strongest * torch.rand(b, h, n), torch.rand(b, h, n)
         return dict(zip(names, (query, key, value, *gates, torch.randn(b, h, d, d)), strict=True))
 
     state_bytes, token_bytes = 8 * b * h * d * d, 4 * b * h * n * (4 * d + 2)
@@ -584,6 +585,7 @@ def lines():
     yield "normalized B1 H8 N2048 D64", lambda: normalized_line(1, 8, 2048, 64)
     yield "normalized B1 H16 N4096 D128", lambda: normalized_line(1, 16, 4096, 128)
     yield "delta B1 H16 N1024 128x128", lambda: delta_line(1, 16, 1024, 128)
+    yield "delta B1 H16 N1024 128x128 strong decays", lambda: delta_line(1, 16, 1024, 128, strongest=11.0)
     yield "delta B1 H32 N16 128x128", lambda: delta_line(1, 32, 16, 128)
     yield "delta grad B1 H8 N2048 128x128", lambda: delta_grad_line(1, 8, 2048, 128)
     yield "delta step B8 H32 128x128", lambda: delta_line(8, 32, 1, 128)
