@@ -28,7 +28,6 @@ OPEN = {
 FIXED = {"H": 6, "Hkv": 2, "Hq": 2, "Hk": 2, "Hv": 4, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
 FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
-MOST_CALLS = 64  # of an operator, in a type
 MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
 Forms = Mapping[str, str] | None  # types of caches with scales by name, where they are not int8
 OF_QUANTISED_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")
@@ -228,7 +227,7 @@ def _with_scales(op, found):
 
 def calls(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]:
     """The variants, also with int8 caches, in which the other attributes take turns with their values: layouts, algorithms,
-    activations, and SETTINGS. Of more than MOST_CALLS both ends, and others drawn at random."""
+    activations, and SETTINGS."""
     words = {a.name: [v for v in a.values if v not in a.reference_only] for a in op.attrs if a.values}
     numbers = {a.name: [a.default, SETTINGS[a.name]] for a in op.attrs if a.name in SETTINGS}
     found = list(variants(op))
@@ -246,9 +245,6 @@ def calls(op: spec.OpSpec) -> list[tuple[dict[str, int | None], dict[str, Any]]]
                 break
         defaults = {a.name: a.default for a in op.attrs}
         result.append((ranks, attrs | {name: value for name, value in more.items() if value != defaults[name]}))
-    if len(result) > MOST_CALLS:
-        drawn = np.random.default_rng(0).choice(np.arange(1, len(result) - 1), MOST_CALLS - 2, replace=False)
-        result = [result[i] for i in (0, *sorted(drawn), len(result) - 1)]
     return result
 
 

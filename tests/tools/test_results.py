@@ -206,9 +206,13 @@ def genai(kind):
     return [line["genai_ratio"] for line in rows_of("genai_h200", "lines") if line["kind"] == kind]
 
 
-def on_the_cpu(line):
-    found = {r["implementation"]: r["seconds"] for r in rows_of("cpu_avx512") if r["line"] == line}
-    return found["ORT GroupQueryAttention"] / found["leanfleet in ORT"]
+def on_the_cpu(line, file="cpu_avx512", peer="ORT GroupQueryAttention"):
+    found = {r["implementation"]: r["seconds"] for r in rows_of(file) if r["line"] == line}
+    return found[peer] / found["leanfleet in ORT"]
+
+
+def on_both_cpus(line):
+    return [on_the_cpu(line, file) for file in ("cpu_avx512", "cpu_avx512_epyc")]
 
 
 ATTENTION, PROMPTS = "lean_attention_h200", "lean_attention_prompts_h200"
@@ -250,8 +254,11 @@ QUOTED = {
         for row in read("generate_cpu.json")[0]["speed"]["rows"]
         if row["context"] in (128, 2048, 8000)
     ],
-    "CPU, 2 threads, decode over 8k": lambda: [on_the_cpu("decode B1 32/8x128 8192")],
-    "CPU, 2 threads, decode over 64k": lambda: [on_the_cpu("decode B1 1/1x64 65536")],
+    "CPU, 2 threads of a Xeon; of an EPYC: decode over 8k": lambda: on_both_cpus("decode B1 32/8x128 8192"),
+    "the same, decode over 64k": lambda: on_both_cpus("decode B1 1/1x64 65536"),
+    "CPU, 2 threads of a Xeon: gated delta rule": lambda: [
+        on_the_cpu(line, peer="ORT LinearAttention") for line in ("delta B1 H16 N1024 128x128", "delta step B8 H32 128x128")
+    ],
 }
 
 
