@@ -629,9 +629,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
             raise nodes.Refused(
                 f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16"
             )
-        if not isinstance(half := nodes.dim(x["cos_cache"], 1), int) or half % 8:
-            turned = 2 * half if isinstance(half, int) else "an unknown number"
-            raise nodes.Refused(f"rotary encoding of {turned} of a head's columns; GroupQueryAttention takes multiples of 16")
+        _check_rotary(x, "GroupQueryAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -682,6 +680,7 @@ def _packed_back(ops, node, a, x):
     attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])} | quantisation
     tables = [None, None]
     if x["cos_cache"] is not None:
+        _check_rotary(x, "PagedAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -692,6 +691,14 @@ def _packed_back(ops, node, a, x):
     out, key, value = ops.foreign(nodes.MICROSOFT, "PagedAttention", inputs, attributes, 3)
     out = ops.Reshape(out, [0, heads, size])
     return "PagedAttention", [out if bnhd else ops.Transpose(out, perm=[1, 0, 2]), None, key, value]
+
+
+def _check_rotary(x, operator):
+    """Refuses tables of a width that onnxruntime's operators do not take."""
+    half = nodes.dim(x["cos_cache"], 1)
+    if not isinstance(half, int) or half % 8:
+        turned = 2 * half if isinstance(half, int) else "an unknown number"
+        raise nodes.Refused(f"rotary encoding of {turned} of a head's columns; {operator} takes multiples of 16")
 
 
 def _as_type(table, dtype, name):
@@ -812,7 +819,8 @@ def rewrite(
     appended to where they are. Without it a copy is made for each node, of the size that is needed, unless the model
     declares that present_key is as long as past_key.
     bodies: gives every leanfleet node its function, for runtimes without the library.
-    inline: with to = "standard", puts the function body in the place of each leanfleet node that has no counterpart.
+    inline: with to = "standard", puts the function body in the place of each leanfleet node that has no counterpart, of
+    `operators` where these are given.
 
     A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
     Raises ValueError for an unknown `to` or operator, for inline without to = "standard", and for leanfleet nodes of another
@@ -831,12 +839,11 @@ def rewrite(
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")
     if inline and to != "standard":
         raise ValueError("inline puts function bodies in the place of leanfleet nodes: it goes with to = standard")
-    ours = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
-    mappings = dict(_TO_LEANFLEET) if to == "leanfleet" else ours
-    if operators is not None:
-        if unknown := set(operators) - set(mappings):
-            raise ValueError(f"operator {min(unknown)} is none that can be rewritten; these are {', '.join(mappings)}")
-        mappings = {name: mappings[name] for name in operators}
+    known = dict(_TO_LEANFLEET if to == "leanfleet" else _TO_STANDARD)
+    every = known if to == "leanfleet" else {f"{spec.DOMAIN}.{n}": _no_counterpart for n in spec.all_specs()} | known
+    if operators is not None and (unknown := set(operators) - set(every)):
+        raise ValueError(f"operator {min(unknown)} is none that can be rewritten; these are {', '.join(known)}")
+    mappings = every if operators is None else {name: every[name] for name in operators}
     _name_default_domain(model)
     function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
@@ -863,7 +870,7 @@ def rewrite(
         left = [n for n in todo if found[id(n)].into is None]
         todo = left if len(left) < len(todo) else []
     rows = [by_node[key] for key in sorted(by_node, key=order.__getitem__)]
-    _complete(model, bodies, inline and to == "standard")
+    _complete(model, bodies, {name.partition(".")[2] for name in mappings} if inline else set())
     return rows
 
 
@@ -913,7 +920,8 @@ def _import_domains(model):
 
 
 def _complete(model, bodies, inline):
-    """The opset and the functions that the nodes now in the model need, and no others."""
+    """The opset and the functions that the nodes now in the model need, and no others. inline: names of our operators whose
+    nodes become those of their functions."""
     every = [*ir.traversal.RecursiveGraphIterator(model.graph)]
     domains = {n.domain for n in every}
     imports = model.opset_imports
@@ -927,7 +935,7 @@ def _complete(model, bodies, inline):
     if spec.DOMAIN in domains and (bodies or inline):
         function_bodies.attach(model)
     if inline:
-        InlinePass(lambda f: f.domain == spec.DOMAIN)(model)
+        InlinePass(lambda f: f.domain == spec.DOMAIN and f.name in inline)(model)
     RemoveUnusedFunctionsPass()(model)
     if spec.DOMAIN not in {n.domain for n in ir.traversal.RecursiveGraphIterator(model.graph)}:
         imports.pop(spec.DOMAIN, None)

@@ -33,7 +33,6 @@ SILENCE = 120.0  # seconds without a finished call after which a runtime hangs
 CRASHES = 5  # after as many a runtime is given up
 BUILD_FOR = "8.9"  # compute capability of the engines that are built where there is no GPU
 QUICK = 8  # with --quick, one of so many
-MOST_CALLS = 64  # of an operator, in a type
 SECONDS = 0.4  # spent on each side of a timing
 RTX_PROVIDER = "onnxruntime-ep-nv-tensorrt-rtx-cu13"
 Report = dict[str, Any]
@@ -445,8 +444,8 @@ def make_cases(folder: str, answer: str, quick: str) -> None:
     with open(answer, "a") as log:
         for op in spec.all_specs().values():
             calls = variants.calls(op)
-            if len(calls) > MOST_CALLS:  # both ends, and others drawn at random
-                drawn = np.random.default_rng(0).choice(np.arange(1, len(calls) - 1), MOST_CALLS - 2, replace=False)
+            if len(calls) > variants.MOST_VARIANTS:  # both ends, and others drawn at random
+                drawn = np.random.default_rng(0).choice(np.arange(1, len(calls) - 1), variants.MOST_VARIANTS - 2, replace=False)
                 calls = [calls[i] for i in (0, *sorted(drawn), len(calls) - 1)]
             for shift, dtype in enumerate(spec.TYPES["T"]):
                 for ranks, attrs in calls[shift % len(calls) :: QUICK] if quick else calls:

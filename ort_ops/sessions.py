@@ -122,7 +122,7 @@ def make_session(
     where onnxruntime and this build of leanfleet both have it, then the CPU. session_options: gets the operators
     registered, see register; None: new ones. kwargs go to InferenceSession.
     override: other operators whose nodes our kernels serve, such as "com.microsoft.LinearAttention", in a model that
-    stays as it is on disk; leanfleet.export.rewrite.OPERATORS lists them. A node that means something that ours do not
+    stays as it is on disk; leanfleet.export.rewrite says which there are. A node that means something that ours do not
     is left to onnxruntime. Needs onnx and onnx-ir.
     device: "cpu", "cuda" (the first GPU) or "cuda:1"; it goes into the CUDA provider's options, which may hold its device_id
     as well.

@@ -15,7 +15,6 @@ import numpy as np
 
 from leanfleet import driver, generation, trt_plugins
 from leanfleet.decoder_contract import (
-    check_caches_for_tensorrt,
     BATCH,
     CAPACITY,
     DECODER,
@@ -25,6 +24,7 @@ from leanfleet.decoder_contract import (
     TOKENS,
     VALUE,
     VALUE_SCALE,
+    check_caches_for_tensorrt,
     is_part,
     read_facts,
 )

@@ -18,7 +18,6 @@ from leanfleet import trt_plugins
 from leanfleet.batching import TURNS, Batch, Limits
 from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
-    check_caches_for_tensorrt,
     ALLOWED,
     BATCH,
     ENDS,
@@ -36,6 +35,7 @@ from leanfleet.decoder_contract import (
     VOCABULARY,
     WANTED,
     WORDS,
+    check_caches_for_tensorrt,
     is_state,
     model_file,
     read_facts,

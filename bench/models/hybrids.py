@@ -6,14 +6,15 @@
 
 Two graphs with the same weights, random ones: the one that export_decoder writes, and the same with each GatedDeltaRule or
 CausalLinearDecay in the form of ONNX Runtime's operators, by `leanfleet rewrite --to standard`: LinearAttention in float32,
-GatedDeltaNet, which is for GPUs alone, in 16 bits. All else, attention and convolutions too, is leanfleet's in both.
+GatedDeltaNet, which is for GPUs alone, in 16 bits, where CausalLinearDecay has no counterpart. All else, attention and
+convolutions too, is leanfleet's in both.
 --weightless leaves the weights out, for a machine that `run` makes them on.
 
 prompt  seconds of one request's prompt, from token ids to the next token's logits on the host.
 step    seconds of a step of so many requests behind --context tokens each.
 
 One session at a time, ours, theirs, theirs and ours, each with a warm-up: of two at once the one loaded first is 10% slower
-on a CPU. Medians. The logits must agree to within 2% of the largest (float32: 0.1%), or nothing is written. memory: bytes of
+on a CPU. Medians. The logits must agree to within AGREES of the largest, or nothing is written. memory: bytes of
 the GPU that a session held in the end. Ratios above 1: we are faster.
 """
 

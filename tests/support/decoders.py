@@ -4,8 +4,8 @@ import functools
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast
 
 from leanfleet.export import LinearDecoder, LinearDecoderConfig

@@ -36,9 +36,10 @@ def _content(array):
 
 
 def quantised_forms(ranks, number):
-    """Types of the caches that have scales, one or the other of CACHE_TYPES by turns: an engine does not have both."""
+    """Types of the caches that have scales, one or the other of CACHE_TYPES by turns of two: an engine does not have both, and
+    layouts take turns of one."""
     caches = [name for name in ("key_cache", "value_cache") if name.replace("_cache", "_scale") in ranks]
-    return dict.fromkeys(caches, CACHE_TYPES[number % len(CACHE_TYPES)])
+    return dict.fromkeys(caches, CACHE_TYPES[number // 2 % len(CACHE_TYPES)])
 
 
 def write_case(file, op, ranks, attrs, dtype, seed, with_data=True, forms=None):
@@ -143,11 +144,11 @@ def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd")
                     write_case(file, op, ranks, attrs | layout, dtype, number, with_data)
                     count += 1
                 number += 1
-            for ranks, attrs in scaled_variants(op):
+            for turn, (ranks, attrs) in enumerate(scaled_variants(op)):
                 if number % every == 0:
                     # With numbers of int8 alone, whose tolerance is one of them.
-                    forms = None if with_data else quantised_forms(ranks, count)
-                    layout, dtype = layouts_of(op, layouts)[count % len(layouts)], dtypes[count % len(dtypes)]
+                    forms = None if with_data else quantised_forms(ranks, turn)
+                    layout, dtype = layouts_of(op, layouts)[turn % len(layouts)], dtypes[turn // 4 % len(dtypes)]
                     write_case(file, op, ranks, attrs | layout, dtype, number, with_data, forms)
                     count += 1
                 number += 1
