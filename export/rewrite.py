@@ -629,7 +629,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
             raise nodes.Refused(
                 f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16"
             )
-        _check_rotary(x, "GroupQueryAttention")
+        _check_table_width(x, "GroupQueryAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -680,7 +680,7 @@ def _packed_back(ops, node, a, x):
     attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])} | quantisation
     tables = [None, None]
     if x["cos_cache"] is not None:
-        _check_rotary(x, "PagedAttention")
+        _check_table_width(x, "PagedAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -693,7 +693,7 @@ def _packed_back(ops, node, a, x):
     return "PagedAttention", [out if bnhd else ops.Transpose(out, perm=[1, 0, 2]), None, key, value]
 
 
-def _check_rotary(x, operator):
+def _check_table_width(x, operator):
     """Refuses tables of a width that onnxruntime's operators do not take."""
     half = nodes.dim(x["cos_cache"], 1)
     if not isinstance(half, int) or half % 8:

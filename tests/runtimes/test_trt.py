@@ -173,7 +173,7 @@ def set_type(name, code):
             set_type("key_cache", TensorProto.FLOAT16),
             "key_cache has type float16; expected float32, the type of query, or int8",
         ),
-        ({}, PLAIN, set_type("key_cache", TensorProto.INT8), "key_cache is int8"),
+        ({}, PLAIN, set_type("key_cache", TensorProto.INT8), "key_cache is int8 and key_scale is missing; give the scales"),
         (
             {},
             PLAIN,
