@@ -400,7 +400,7 @@ PAGED = [
     dict(new=(1, 1, 1, 1)),
     dict(rotary=8),
     dict(rotary=8, packed=True, rotary_interleaved=1),
-    dict(rotary=4),
+    dict(rotary=8),
     dict(sink=True),
     dict(scale=0.4, softcap=1.5),
     dict(local_window_size=3),
