@@ -59,7 +59,8 @@ def command_export(args):
         raise SystemExit(f"{left[0].operator} stays: {left[0].reason}")
     (ours / "theirs.onnx").rename(theirs / "model.onnx")
     shutil.copy(ours / "leanfleet.json", theirs)
-    shutil.copy(ours / DATA, theirs)  # onnx refuses files with two names
+    if (ours / DATA).exists():  # small weights are in the graph
+        shutil.copy(ours / DATA, theirs)  # onnx refuses files with two names
     if args.weightless:
         for folder in (ours, theirs):
             strip(folder, parameters_of(model))
