@@ -625,11 +625,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     }
     tables = [None, None]
     if x["cos_cache"] is not None:
-        if size % 16:
-            raise nodes.Refused(
-                f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16"
-            )
-        _check_table_width(x, "GroupQueryAttention")
+        _check_rotary_sizes(x, size, "GroupQueryAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -680,7 +676,7 @@ def _packed_back(ops, node, a, x):
     attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])} | quantisation
     tables = [None, None]
     if x["cos_cache"] is not None:
-        _check_table_width(x, "PagedAttention")
+        _check_rotary_sizes(x, size, "PagedAttention")
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -693,8 +689,10 @@ def _packed_back(ops, node, a, x):
     return "PagedAttention", [out if bnhd else ops.Transpose(out, perm=[1, 0, 2]), None, key, value]
 
 
-def _check_table_width(x, operator):
-    """Refuses tables of a width that onnxruntime's operators do not take."""
+def _check_rotary_sizes(x, size, operator):
+    """Refuses heads of a size, and tables of a width, that onnxruntime's operators do not take."""
+    if size % 16:
+        raise nodes.Refused(f"heads of {size}; with rotary encoding onnxruntime's {operator} takes multiples of 16")
     half = nodes.dim(x["cos_cache"], 1)
     if not isinstance(half, int) or half % 8:
         turned = 2 * half if isinstance(half, int) else "an unknown number"

@@ -29,8 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.models.serving import SHAPES, config_of
-from bench.models.weightless import DATA, fill, parameters_of, strip, with_experts
+from bench.models.end_to_end_linear import used
+from bench.models.serving import SHAPES, config_of, random_parameters
+from bench.models.weightless import DATA, fill, parameters_of, strip
 
 OURS, THEIRS = "leanfleet", "onnxruntime"
 RECURRENT = "leanfleet.GatedDeltaRule", "leanfleet.CausalLinearDecay"
@@ -69,30 +70,6 @@ def command_export(args):
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
 
 
-def fill_randomly(folder, facts, device):
-    """Writes the weights that --weightless left out."""
-    import torch
-
-    random = torch.Generator(device).manual_seed(0)
-    kind = getattr(torch, facts["dtype"])
-    parameters = {
-        name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=kind)
-        for name, shape in facts.pop("random").items()
-    }
-    for side in (OURS, THEIRS):
-        fill(folder / side, with_experts(parameters))
-
-
-def used(device):
-    if device == "cpu":
-        return 0
-    import torch
-
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 def timed(call):
     begin = time.perf_counter()
     found = call()
@@ -105,7 +82,7 @@ class Side:
     def __init__(self, folder, device):
         from leanfleet.ort_ops.generation import load_decoder
 
-        self.device, self.before = device, used(device)
+        self.device, self.before = device, 0 if device == "cpu" else used()
         options = {"arena_extend_strategy": "kSameAsRequested"}
         self.decoder = load_decoder(
             folder, ["CPUExecutionProvider"] if device == "cpu" else [("CUDAExecutionProvider", options)]
@@ -140,7 +117,7 @@ class Side:
 
     @property
     def memory(self):
-        return used(self.device) - self.before
+        return 0 if self.device == "cpu" else used() - self.before
 
 
 def row_of(line, seconds, logits, dtype):
@@ -161,7 +138,9 @@ def command_run(args):
 
     facts = json.loads((args.folder / "bench.json").read_text())
     if "random" in facts:
-        fill_randomly(args.folder, facts, args.device)
+        parameters = random_parameters(facts, args.device)
+        for side in (OURS, THEIRS):
+            fill(args.folder / side, parameters)
     lines = [{"kind": "prompt", "batch": 1, "context": length} for length in args.prompts]
     lines += [{"kind": "step", "batch": batch, "context": args.context} for batch in args.batches]
     seconds = [{OURS: [], THEIRS: []} for _ in lines]

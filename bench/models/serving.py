@@ -161,17 +161,23 @@ def command_export(args):
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
 
 
-def fill_randomly(folder, facts, device, ways):
-    """Writes the weights that --weightless left out: normal, of standard deviation 0.02."""
+def random_parameters(facts, device):
+    """The weights that --weightless left out: normal, of standard deviation 0.02."""
     import torch
 
     random = torch.Generator(device).manual_seed(0)
-    parameters = {
-        name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=getattr(torch, facts["dtype"]))
-        for name, shape in facts.pop("random").items()
-    }
+    return with_experts(
+        {
+            name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=getattr(torch, facts["dtype"]))
+            for name, shape in facts.pop("random").items()
+        }
+    )
+
+
+def fill_randomly(folder, facts, device, ways):
+    parameters = random_parameters(facts, device)
     for name in ways:
-        fill(folder / GRAPHS[name], with_experts(parameters))
+        fill(folder / GRAPHS[name], parameters)
 
 
 def requests(count, mean_prompt, mean_answer, vocabulary, seed=0):

@@ -411,7 +411,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     return check_narrow_types(call, types);
   }
 
-  // TensorRT's builder fails without a word on a network with both int8 and float8.
+  // TensorRT-RTX's builder fails on a network with both int8 and float8, by an assertion of its own.
   Status check_narrow_types(const Call& call, const DType* types) const {
     int first = -1;
     for (int i = 0; i < spec_.num_inputs; ++i) {

@@ -400,7 +400,7 @@ PAGED = [
     dict(new=(1, 1, 1, 1)),
     dict(rotary=8),
     dict(rotary=8, packed=True, rotary_interleaved=1),
-    dict(rotary=8),
+    dict(rotary=4),
     dict(sink=True),
     dict(scale=0.4, softcap=1.5),
     dict(local_window_size=3),
@@ -430,6 +430,11 @@ def test_paged_attention_there_and_back(case):
     model = model_of("PagedAttention", "com.microsoft", inputs, ["output", "key_out", "value_out"], attributes, 21)
     proto, _ = rewritten(model)
     back, (row,) = rewritten(proto, "standard")
+    if case.get("rotary") == 4:  # which onnxruntime's operator refuses when it runs
+        assert (
+            row.into is None and row.reason == "rotary encoding of 8 of a head's columns; PagedAttention takes multiples of 16"
+        )
+        return
     assert (row.into, row.reason) == ("PagedAttention", None) and "onnxruntime runs it on CUDA alone" in row.notes
     again, (row,) = rewritten(back)
     assert row.into == "LeanAttention"
