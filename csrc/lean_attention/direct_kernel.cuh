@@ -27,8 +27,8 @@
 
 namespace leanfleet::lean_attention {
 
-constexpr int kDirectRows = 8;
-constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
+constexpr int kDirectRows = 8, kMostDirectRows = 16;  // of units, of up to 128 columns
+constexpr int kDirectBatch = 32;                      // up to which a warp sees at once whether all units are equal
 // Warps of a CTA of DirectKernel, with units of so many rows: as many as registers suffice for, of which the output of 16 rows takes
 // as many as that of 8 rows twice as wide.
 LEANFLEET_HD constexpr int direct_warps(int width, int rows) { return width * rows <= 128 * 8 ? 12 : 8; }
@@ -245,8 +245,8 @@ struct DirectCta {
   }
 
   // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its head, among those of all requests.
-  // args.plan.key_tile is kTokens.
-  __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int part, int parts) const {
+  // first_part: the number of the unit's first part, among those of all units. args.plan.key_tile is kTokens.
+  __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int first_part, int part, int parts) const {
     Unit unit;
     unit.index = quotient(index, args.kv_heads);
     unit.head = index - unit.index * args.kv_heads;
@@ -257,7 +257,7 @@ struct DirectCta {
     if (parts == 1) return work_of(unit, whole_segment(unit, 0));
     const int first = unit.tiles.begin, count = unit.tiles.end - first;
     const Span mine = {first + quotient(part * count, parts), first + quotient((part + 1) * count, parts)};
-    return work_of(unit, {mine, true, part, parts, slot_of(0, part)});
+    return work_of(unit, {mine, true, part, parts, slot_of(first_part, part)});
   }
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
@@ -1044,7 +1044,7 @@ struct OneSegmentLaunch {
 };
 
 // The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or, kCut, one
-// of the parts of a unit that the CTAs of a cluster share, whatever the lengths are.
+// of the parts of a unit, whatever the lengths are. These are of CTAs of a cluster or, plan.last_merges, of any.
 template <class T, int kWidth, int kRows, bool kSmall, bool kCut, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
     OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
@@ -1069,17 +1069,19 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
     unit = quotient(blockIdx.x, parts);
     part = blockIdx.x - unit * parts;
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
-      mbarrier_init(shared_address(&shared.inbox_full), 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (!args.plan.last_merges) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&shared.inbox_full), 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      }
+      __syncwarp();
+      cluster_arrive();
     }
-    __syncwarp();
-    cluster_arrive();
 #endif
   }
   const int head = launch.row_tiles > 1 ? quotient(unit, launch.row_tiles) : unit;  // of all requests
   const int row_tile = unit - head * launch.row_tiles;
-  const DirectWork work = cta.part_of_unit(head, row_tile, part, parts);
+  const DirectWork work = cta.part_of_unit(head, row_tile, unit * parts, part, parts);
   // Rows of the query first: behind those of the caches they would queue.
   const bool rotates = args.rotary_half > 0;
   typename Cta::QueryChunks query;
@@ -1096,27 +1098,31 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
   __syncthreads();
   const Span rows = unit_rows(args, work.unit.request, row_tile);
   const int quads = args.value_width / 4, chunks = (rows.end - rows.begin) * quads;
+  // take(row of the unit, column, 4 columns of it joined) by all threads.
+  const auto for_chunks = [&](auto&& take) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
+      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
+      take(row, d, cta.join_scaled(work, row, d));
+    }
+  };
+  using Joined = const typename Cta::Joined&;
   if constexpr (kCut) {
+    if (args.plan.last_merges) {
+      for_chunks([&](int row, int d, Joined x) { write_partial(args, work.segment.slot, row, d, x.output, x.max, x.sum); });
+      end_part<T>(args, work.unit, work.segment, work.first, cta.warp, kWarps);
+      return;
+    }
 #if __CUDA_ARCH__ >= 900
     const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Shared::kInboxItems,
                                 shared_address(&shared.inbox_full)};
     const ClusterShare share = cluster_share(args.value_width, rows, work.segment);
     cluster_wait();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
-      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_scaled(work, row, d);
-      send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
-    }
+    for_chunks([&](int row, int d, Joined x) { send_part(inbox, share, 0, row, d, x.output, x.max, x.sum); });
     merge_in_cluster<T>(args, work.unit, inbox, share, cta.warp, kWarps);
 #endif
   } else {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
-      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_scaled(work, row, d);
-      write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum);
-    }
+    for_chunks([&](int row, int d, Joined x) { write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum); });
   }
 }
 
@@ -1147,11 +1153,12 @@ auto for_direct_forms(const Args& args, F&& body) {
 using DirectKernelPointer = void (*)(DirectLaunch);
 
 // The kernel for caches of T and this embedding.
-template <class T, int kWidth>
+template <class T, int kWidth, int kBlocks>
 DirectKernelPointer direct_kernel(const Args& args) {
   // Without an embedding the one with it does nothing.
-  if (args.key_width != kWidth || args.value_width != kWidth) return DirectKernel<T, kWidth, true, kOfT, kOfT, true>;
-  return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
+  if (args.key_width != kWidth || args.value_width != kWidth) return DirectKernel<T, kWidth, true, kOfT, kOfT, true, kBlocks>;
+  return args.rotary_half > 0 ? DirectKernel<T, kWidth, true, kOfT, kOfT, false, kBlocks>
+                              : DirectKernel<T, kWidth, false, kOfT, kOfT, false, kBlocks>;
 }
 
 // That for these quantised caches.
@@ -1165,8 +1172,9 @@ DirectKernelPointer direct_narrow_kernel(const Args& args) {
 // How a launch cuts the work: as the plan says, or by clusters where it may be, with fewer of the SMs where ranges are short.
 enum class DirectCut { kPlan, kClusters, kClustersOfFew };
 
-// args.plan holds the tile; kWidth: 64 or 128. Compiled by direct_launch.cu.in, a source file a type.
-template <class T, int kWidth>
+// args.plan holds the tile; kWidth: 64 or 128; for units of 8 * kBlocks rows, 1 or 2. Compiled by direct_launch.cu.in, a source file
+// a type.
+template <class T, int kWidth, int kBlocks>
 int launch_direct(const Args& args, DirectCut cut, void* stream);
 
 // The same over quantised caches, for units of 8 * kBlocks rows: 1 or 2 for 64 and 128 columns, 1 for 256. Compiled by

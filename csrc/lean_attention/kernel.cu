@@ -419,16 +419,21 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
   });
 }
 
-// Whether DirectKernel may run a plan, and the tokens that a CTA of it reads at once.
-bool is_direct(const Args& args, const Plan& plan) {
-  return has_narrow_cache(args) ? plan.directly : plan.row_tile == kDirectRows && padded_width(args) <= 128;
-}
-// The shared memory of DirectKernel over quantised caches, for units of so many rows.
-int narrow_direct_bytes(const Args& args, int rows) {
+// The shared memory of DirectKernel, for units of so many rows.
+int direct_bytes(const Args& args, int rows) {
   return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    return rows == 8 ? direct_shared_bytes<EitherHalf, kWidth, 1>(8) : direct_shared_bytes<EitherHalf, kWidth, 2>(16);
+    const auto of = [&](auto type) {
+      using T = decltype(type);
+      return rows <= 8 ? direct_shared_bytes<T, kWidth, 1>(8) : direct_shared_bytes<T, kWidth, 2>(16);
+    };
+    return has_narrow_cache(args) ? of(EitherHalf{}) : of(__half{});
   });
+}
+// Whether DirectKernel may run a plan in CTAs with so much shared memory, and the tokens that a CTA of it reads at once.
+bool is_direct(const Args& args, const Plan& plan, int shared_bytes) {
+  if (has_narrow_cache(args)) return plan.directly;
+  return plan.row_tile <= kMostDirectRows && padded_width(args) <= 128 && direct_bytes(args, plan.row_tile) <= shared_bytes;
 }
 int tokens_at_once(const Args& args, const Plan& plan) {
   return direct_tokens(padded_width(args), plan.row_tile, cache_bits(args));
@@ -495,6 +500,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
     plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
     return plan;
   }
+  const OneSegmentDevice device = this_device(sm_count);
   // The kernels for few rows count positions in 32 bits.
   const int tile = has_narrow_cache(args) ? 8192 / padded_width(args) : padded_width(args) == 64 ? 128 : 64;
   const int overhead = has_narrow_cache(args) ? kNarrowUnitOverhead : kUnitOverhead;
@@ -503,7 +509,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   if (has_narrow_cache(args)) {
     const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
-    plan.directly = direct_rows > 0 && narrow_direct_bytes(args, direct_rows) <= this_device(sm_count).shared_bytes;
+    plan.directly = direct_rows > 0 && direct_bytes(args, direct_rows) <= device.shared_bytes;
     plan.row_tile = plan.directly ? direct_rows : narrow_rows(rows);
     plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;
@@ -518,7 +524,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
   const int64_t tiles = args.capacity / plan.key_tile;
-  const bool read_at_once = is_direct(args, plan) && args.capacity <= parts * tokens_at_once(args, plan);
+  const bool read_at_once = is_direct(args, plan, device.shared_bytes) && args.capacity <= parts * tokens_at_once(args, plan);
   // Whether such a part is less than a range, in which units cost something too.
   const bool few_tiles = plan.directly && tiles * sm_count <= (tiles + plan.unit_overhead) * busy;
   if (forced.ranges == 0 && parts > 0 && tiles < 1 << 19 &&
@@ -530,7 +536,6 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const bool pieces = args.short_tokens > 0 && args.tokens != args.short_tokens;
   if ((has_narrow_cache(args) && !plan.directly) || pieces || forced.ranges > 0) return plan;
   const int width = padded_width(args);
-  const OneSegmentDevice device = this_device(sm_count);
   int way = forced.way;
   if (way == kAnyWay) way = choose_one_segment(args, width, device);
   else if (way >= 0 && !can_take(device, short_call(args, width), kOneSegmentWays[way])) way = -1;
@@ -590,10 +595,12 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (is_direct(args, args.plan) && (few_tokens || args.cache_kind == kPaged))
+  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || args.cache_kind == kPaged))
     return then_merge(for_type(args, [&](auto type) {
-      return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
-                         : launch_direct<decltype(type), 128>(args, cut, stream);
+      using T = decltype(type);
+      if (args.plan.row_tile > kDirectRows)
+        return width == 64 ? launch_direct<T, 64, 2>(args, cut, stream) : launch_direct<T, 128, 2>(args, cut, stream);
+      return width == 64 ? launch_direct<T, 64, 1>(args, cut, stream) : launch_direct<T, 128, 1>(args, cut, stream);
     }));
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);

@@ -14,7 +14,9 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   // The attributes belong to the kernel, which other threads launch too: they are the same for all calls.
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            one_segment_bytes<T, kWidth, kRows>(kSmall, kCut, kRows));
-  if (error == cudaSuccess && kCut) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  const bool in_cluster = kCut && !args.plan.last_merges;
+  if (error == cudaSuccess && in_cluster)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) {
     cudaGetLastError();  // it is reported here, not by the next call
     return error;
@@ -29,9 +31,9 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   config.dynamicSmemBytes = one_segment_bytes<T, kWidth, kRows>(kSmall, kCut, min32(rows, kRows));
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = kCut ? 1 : 0;
+  config.numAttrs = in_cluster ? 1 : 0;
   using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
-  if (kCut && clusters_at_once<Shared>(reinterpret_cast<const void*>(kernel), config) == 0)  // a part of a GPU, say
+  if (in_cluster && clusters_at_once<Shared>(reinterpret_cast<const void*>(kernel), config) == 0)  // a part of a GPU, say
     return launch_ctas<T, kWidth, kRows, kSmall, false, kKeys, kValues>(args, 1, stream);
   if (args.follows_append) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;

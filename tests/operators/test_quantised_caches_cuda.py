@@ -89,7 +89,7 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
 
 
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
-@pytest.mark.parametrize("way", (-1, 0, 5, 6, 7))
+@pytest.mark.parametrize("way", (-1, 0, 5, 6, 7, 9))
 def test_ways_of_short_contexts(monkeypatch, way, quant):
     """LEANFLEET_ONE_SEGMENT: a way of one_segment.h, of which some have clusters, or none of them."""
     monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
@@ -115,7 +115,7 @@ def test_scales_and_pages(dtype):
     quantised_cases.check_pages_outside_the_pool(run, dtype, to_cuda)
 
 
-@pytest.mark.parametrize("D, way", ((128, -1), (128, 0), (128, 6), (256, -1), (256, 5)))
+@pytest.mark.parametrize("D, way", ((128, -1), (128, 0), (128, 6), (128, 9), (256, -1), (256, 5)))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_graph_takes_any_lengths(monkeypatch, variant, D, way):
     """A captured step that appends in place, with lengths that change between replays, and repeated. way: as above."""
