@@ -30,12 +30,14 @@ WAYS = (
     (True, 4),
     (True, 8),
     (True, 16),
-)  # small CTAs; CTAs of a unit
-MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS = 128, 40_000, 600e6, 8192, 64
+    (False, 0),
+    (True, 0),
+)  # small CTAs; CTAs of a unit, 0: as many as run at once
+MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS, MOST_PARTS = 128, 40_000, 600e6, 8192, 64, 64
 SMS, NEARLY, MOST_ROUNDS = 132, 0.9, 8.0
 MEAN_OF_WHOLE, MEAN_OF_CUT = 0.6, 0.4
 ONE_SEGMENT = {
-    "start": [9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08],
+    "start": [9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08, 12.0, 12.5],
     "round": [1.5, 1.2, 1.83, 1.18, 1.13, 1.64],  # of large CTAs, of small ones
     "next_cta": [4.13, 5.11],
     "many_rows": [1.54],
@@ -50,7 +52,7 @@ SCHEDULED = {
 }
 # The same of quantised caches, with small CTAs alone.
 QUANTISED_ONE_SEGMENT = {
-    "start": [8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54],
+    "start": [8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54, 12.0, 11.5],
     "round": [1.5, 1.2, 1.83, 0.72, 2.18, 1.45],
     "next_cta": [4.13, 4.38],
     "many_rows": [1.54],
@@ -138,21 +140,27 @@ class Short:
 
     def ways(self):
         """Those that may be taken."""
-        few = MOST_CTAS // self.units, self.keys // LEAST_KEYS
-        return [
-            way for way, (small, parts) in enumerate(WAYS) if (parts == 1 or parts <= min(few)) and (small or not self.narrow)
-        ]
+        few = min(MOST_CTAS // self.units, self.keys // LEAST_KEYS)
+        fits = [way for way, (small, _) in enumerate(WAYS) if small or not self.narrow]
+        return [way for way in fits if WAYS[way][1] == 1 or 1 < self.parts(way) <= few]
+
+    def parts(self, way):
+        small, parts = WAYS[way]
+        at_once = SMS * self.per_sm(small) // (self.units * self.row_tiles)
+        return parts or max(min(at_once, self.keys // LEAST_KEYS, MOST_PARTS), 1)
+
+    def per_sm(self, small):
+        return 1 if not small else 2 if self.kind == 2 else 3
 
     def rounds(self, way):
-        small, parts = WAYS[way]
+        small, parts = WAYS[way][0], self.parts(way)
         warps = 4 if small else 8 if self.kind == 2 else 12
         return max(self.keys / (parts * warps * (32 if self.kind <= self.narrow else 16)), 1.0)
 
 
 def one_segment(c, call, way):
-    small, parts = WAYS[way]
-    per_sm = 1 if not small else 2 if call.kind == 2 else 3
-    slots = SMS * per_sm if parts == 1 else 16 * per_sm // parts * parts * (SMS // 18)
+    small, parts, per_sm = WAYS[way][0], call.parts(way), call.per_sm(WAYS[way][0])
+    slots = SMS * per_sm if WAYS[way][1] < 2 else 16 * per_sm // parts * parts * (SMS // 18)
     waves, rounds = call.units * call.row_tiles * parts / slots, call.rounds(way)
     mean = 1.0 if call.known else MEAN_OF_WHOLE
     each = c["round"][call.kind + 3 * small] * (c["many_rows"][0] if call.row_tile > 8 else 1.0)
