@@ -141,7 +141,7 @@ class Short:
     def ways(self):
         """Those that may be taken."""
         few = min(MOST_CTAS // self.units, self.keys // LEAST_KEYS)
-        fits = [way for way, (small, _) in enumerate(WAYS) if small or not self.narrow]
+        fits = [way for way, (small, parts) in enumerate(WAYS) if (small if self.narrow else not (small and parts == 0))]
         return [way for way in fits if WAYS[way][1] == 1 or 1 < self.parts(way) <= few]
 
     def parts(self, way):

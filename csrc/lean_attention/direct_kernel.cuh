@@ -1016,11 +1016,11 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks), 1)
 }
 
 // In shared memory of a CTA with one segment, before the warps' outputs [kWarps][rows][kScratchStride].
-template <class T, int kWidth, int kRows, int kOfWarps, bool kCut>
+template <class T, int kWidth, int kRows, int kOfWarps, bool kInCluster>
 struct alignas(16) OneSegmentShared {
   static constexpr int kWarps = kOfWarps;
   static constexpr int kInboxItems = inbox_items(kRows, kWidth);
-  char inbox[kCut ? kInboxItems * kInboxItemBytes : 16];
+  char inbox[kInCluster ? kInboxItems * kInboxItemBytes : 16];
   T staged[1][3][kRows][kWidth + 8];
   float row_power[1][kRows];
   float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
@@ -1029,12 +1029,12 @@ struct alignas(16) OneSegmentShared {
 };
 
 template <class T, int kWidth, int kRows>
-constexpr int one_segment_bytes(bool small, bool cut, int rows) {
+constexpr int one_segment_bytes(bool small, bool in_cluster, int rows) {
   constexpr int kSmall = one_segment_warps(kWidth, true), kLarge = one_segment_warps(kWidth, false);
-  const size_t fixed = small ? (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
-                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
-                             : (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, true>)
-                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, false>));
+  const size_t fixed = small ? (in_cluster ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
+                                           : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
+                             : (in_cluster ? sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, true>)
+                                           : sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, false>));
   return static_cast<int>(fixed) + direct_scratch_bytes<kWidth>(small ? kSmall : kLarge, rows);
 }
 
@@ -1043,13 +1043,17 @@ struct OneSegmentLaunch {
   Args args;
 };
 
-// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or, kCut, one
-// of the parts of a unit, whatever the lengths are. These are of CTAs of a cluster or, plan.last_merges, of any.
-template <class T, int kWidth, int kRows, bool kSmall, bool kCut, int kKeys = kOfT, int kValues = kOfT>
+// Who has a unit: one CTA, those of a cluster, or any, of which the last to end merges the parts. Separate instances: code that
+// does not run takes time too, where the rest lies apart because of it.
+enum class UnitOf { kOneCta, kCluster, kAnyCtas };
+
+// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or one of its
+// parts, whatever the lengths are.
+template <class T, int kWidth, int kRows, bool kSmall, UnitOf kOf, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
     OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
-  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
+  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kOf == UnitOf::kCluster>;
   using Cta = DirectCta<T, kWidth, true, kKeys, kValues, kKeys == kOfT, Shared, true, kRows / 8>;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Cta::kTokens;
@@ -1064,21 +1068,21 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
           min32(args.group * args.tokens, kRows)};
   if constexpr (!Cta::kNarrow) cta.clear_rows();
   int unit = blockIdx.x, part = 0, parts = 1;
-  if constexpr (kCut) {
+  if constexpr (kOf != UnitOf::kOneCta) {
     parts = launch.parts;
     unit = quotient(blockIdx.x, parts);
     part = blockIdx.x - unit * parts;
-#if __CUDA_ARCH__ >= 900
-    if (!args.plan.last_merges) {
-      if (threadIdx.x == 0) {
-        mbarrier_init(shared_address(&shared.inbox_full), 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      }
-      __syncwarp();
-      cluster_arrive();
-    }
-#endif
   }
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kOf == UnitOf::kCluster) {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared_address(&shared.inbox_full), 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+#endif
   const int head = launch.row_tiles > 1 ? quotient(unit, launch.row_tiles) : unit;  // of all requests
   const int row_tile = unit - head * launch.row_tiles;
   const DirectWork work = cta.part_of_unit(head, row_tile, unit * parts, part, parts);
@@ -1107,12 +1111,10 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
     }
   };
   using Joined = const typename Cta::Joined&;
-  if constexpr (kCut) {
-    if (args.plan.last_merges) {
-      for_chunks([&](int row, int d, Joined x) { write_partial(args, work.segment.slot, row, d, x.output, x.max, x.sum); });
-      end_part<T>(args, work.unit, work.segment, work.first, cta.warp, kWarps);
-      return;
-    }
+  if constexpr (kOf == UnitOf::kAnyCtas) {
+    for_chunks([&](int row, int d, Joined x) { write_partial(args, work.segment.slot, row, d, x.output, x.max, x.sum); });
+    end_part<T>(args, work.unit, work.segment, work.first, cta.warp, kWarps);
+  } else if constexpr (kOf == UnitOf::kCluster) {
 #if __CUDA_ARCH__ >= 900
     const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Shared::kInboxItems,
                                 shared_address(&shared.inbox_full)};

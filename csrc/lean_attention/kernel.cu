@@ -595,7 +595,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || args.cache_kind == kPaged))
+  // Of 16 rows and 128 columns TMA and the ring are faster too.
+  const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
+  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages))
     return then_merge(for_type(args, [&](auto type) {
       using T = decltype(type);
       if (args.plan.row_tile > kDirectRows)

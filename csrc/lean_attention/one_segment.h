@@ -24,9 +24,9 @@ LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small, int bits) {
 }
 LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !small ? 1 : width > 128 ? 2 : 3; }  // of an SM
 // Bytes of shared memory of a CTA, at most.
-constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool cut) {
+constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool in_cluster) {
   const int warps = one_segment_warps(width, small);
-  const int inbox = cut ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
+  const int inbox = in_cluster ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
   return inbox + staged + 4 * rows + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
 }
 // Rows of a unit. width: columns of a row, or of the registers for them.
@@ -158,8 +158,10 @@ struct OneSegmentDevice {
 };
 
 inline bool can_take(const OneSegmentDevice& device, const ShortCall& call, OneSegmentWay way) {
-  return (way.parts == 1 || way.parts == kAllAtOnce || device.clusters) && (way.small || !call.narrow) &&
-         one_segment_shared_bytes(call.width, one_segment_rows(call), way.small, way.parts != 1) <= device.shared_bytes;
+  const bool in_cluster = way.parts != 1 && way.parts != kAllAtOnce;
+  if (call.narrow ? !way.small : way.small && way.parts == kAllAtOnce) return false;  // not compiled
+  return (device.clusters || !in_cluster) &&
+         one_segment_shared_bytes(call.width, one_segment_rows(call), way.small, in_cluster) <= device.shared_bytes;
 }
 
 // The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon.

@@ -33,17 +33,17 @@ int launch_direct_narrow(const Args& args, DirectCut, void* stream) {
 
 template <class T, int kWidth, int kRows>
 int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream) {
-  const bool small = args.plan.small_ctas, cut = args.plan.one_segment > 1;
+  const bool small = args.plan.small_ctas;
   const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small), parts = args.plan.one_segment;
-  const int bytes = one_segment_bytes<T, kWidth, kRows>(small, cut, min32(args.group * args.tokens, kRows));
+  const int bytes = one_segment_bytes<T, kWidth, kRows>(small, false, min32(args.group * args.tokens, kRows));
   kernel<<<args.batch * args.kv_heads * row_tiles * parts, threads, bytes, static_cast<cudaStream_t>(stream)>>>(
       {parts, row_tiles, args});
   return cudaGetLastError();
 }
 template <class T, int kWidth, int kRows, bool kSmall, int kKeys = kOfT, int kValues = kOfT>
 int launch_parts(const Args& args, void* stream) {
-  const auto kernel = args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, true, kKeys, kValues>
-                                                : OneSegmentKernel<T, kWidth, kRows, kSmall, false, kKeys, kValues>;
+  const auto kernel = args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>
+                                                : OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>;
   return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
 }
 template <class T, int kWidth, int kRows>
