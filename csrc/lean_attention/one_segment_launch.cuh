@@ -15,7 +15,7 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   // The attributes belong to the kernel, which other threads launch too: they are the same for all calls.
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            one_segment_bytes<T, kWidth, kRows>(kSmall, kInCluster, kRows));
-  if (error == cudaSuccess && in_cluster)
+  if (error == cudaSuccess && kInCluster)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) {
     cudaGetLastError();  // it is reported here, not by the next call
