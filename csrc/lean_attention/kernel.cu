@@ -662,7 +662,9 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
-    args.follows_append = !args.packed_tokens && code_version(device) >= 90;
+    // Who reads old rows before the append has ended must not have a new row's sector of 32 bytes in L1 then.
+    const bool whole_sectors = aligned(args.key_cache, 32) && aligned(args.value_cache, 32);
+    args.follows_append = !args.packed_tokens && code_version(device) >= 90 && whole_sectors;
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
