@@ -344,7 +344,7 @@ OneSegmentDevice this_device(int sm_count) {
 
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
-  if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;
+  if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;  // also of those that are converted
   return for_wgmma_width(columns_of(args), [](auto width) { return WgmmaTile<decltype(width)::value>::kRows; });
 }
 
@@ -409,8 +409,11 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
   const auto of_tile = [&](auto width, auto tile) {
     return Ring{width, decltype(tile)::kTokens, decltype(tile)::slots_for(shared_bytes)};
   };
-  if (wgmma && rows > 16)
+  if (wgmma && rows > 16) {
+    if (has_narrow_cache(args))
+      return for_padded_width(args, [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value, true>{}); });
     return for_wgmma_width(columns_of(args), [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value>{}); });
+  }
   return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
     if (rows <= 8) return of_tile(w, MmaTile<kWidth, 8>{});
@@ -479,7 +482,7 @@ bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   const int64_t most = args.capacity / plan.key_tile / plan.min_range_work + 1;
   if (parts > most) parts = most;
   if (parts <= 1) return false;
-  const int64_t rounds = plan.row_tile > 16 && !has_narrow_cache(args) && takes_wgmma(args)
+  const int64_t rounds = plan.row_tile > 16 && (!has_narrow_cache(args) || plan.converts) && takes_wgmma(args)
                              ? ceil_div(rows, 64) * ceil_div(args.value_width, 128) * ceil_div(parts, 2)
                              : ceil_div(rows * ceil_div(args.value_width, 64), 8) * ceil_div(parts, 16);
   return forced || rounds > kMergeRounds;
@@ -510,14 +513,16 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   if (has_narrow_cache(args)) {
     const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
     plan.directly = direct_rows > 0 && direct_bytes(args, direct_rows) <= device.shared_bytes;
-    plan.row_tile = plan.directly ? direct_rows : narrow_rows(rows);
+    plan.converts = rows > 16 && may_convert(args) && takes_wgmma(args);
+    plan.row_tile = plan.directly ? direct_rows : plan.converts ? prompt_rows(args) : narrow_rows(rows);
     plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;
-  } else {
-    const bool wgmma = takes_wgmma(args);
-    if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
+  }
+  if (!has_narrow_cache(args) || plan.converts) {
+    const bool wgmma = takes_wgmma(args) && plan.row_tile > 16;
+    plan.unit_overhead = wgmma ? kWgmmaUnitOverhead : kUnitOverhead;
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
-    if (wgmma && plan.row_tile > 16 && forced.ranges == 0) choose_dealing(args, plan);
+    if (wgmma && forced.ranges == 0) choose_dealing(args, plan);
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short; or where a part is read at once.
@@ -571,7 +576,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // contexts in one piece are read faster by TMA.
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once(args, args.plan);
   const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew : clusters ? DirectCut::kClusters : DirectCut::kPlan;
-  if (has_narrow_cache(args)) {
+  if (has_narrow_cache(args) && !args.plan.converts) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     if (!args.plan.directly) return then_merge(launch_narrow(args, max_shared_bytes, stream));
     return for_padded_width(args, [&](auto w) {
@@ -619,7 +624,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};
-  loads.tensor_maps = code_version(device) >= 90 && loads.box_tokens >= 16 &&
+  loads.tensor_maps = !args.plan.converts && code_version(device) >= 90 && loads.box_tokens >= 16 &&
                       encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width, args.key_cache_elements,
                                  loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
@@ -635,9 +640,12 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   const int error = for_type(args, [&](auto type) {
     using T = decltype(type);
+    if (args.plan.converts)
+      return for_padded_width(
+          args, [&](auto w) { return launch_wgmma<T, decltype(w)::value, true>(args, loads, key_map, value_map, stream); });
     if (wgmma)
       return for_wgmma_width(columns_of(args), [&](auto w) {
-        return launch_wgmma<T, decltype(w)::value>(args, loads, key_map, value_map, stream);
+        return launch_wgmma<T, decltype(w)::value, false>(args, loads, key_map, value_map, stream);
       });
     return for_padded_width(args, [&](auto w) {
       return launch_mma<T, decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
@@ -668,11 +676,13 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const auto launches = [&](const Args& part) { return part.plan.directly || narrow_fits(part, max_shared_bytes); };
+  const auto launches = [&](const Args& part) {
+    return part.plan.directly || part.plan.converts || narrow_fits(part, max_shared_bytes);
+  };
   const bool fits = half && by_16_bytes && launches(args) && (args.short_tokens == 0 || launches(short_launch(args)));
   const bool rotates = args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
   const bool directly = args.plan.directly || (args.short_tokens > 0 && args.short_plan.directly);
-  if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
+  if (args.rotary_half > 0 && (!fits || args.plan.converts || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
     args.follows_append = false;

@@ -66,6 +66,7 @@ struct Plan {
   bool small_ctas = false;   // these are small
   bool last_merges = false;  // the last of them to end merges their parts; else several are a cluster
   bool directly = false;     // CUDA: quantised caches are read straight into registers, by DirectKernel
+  bool converts = false;     // CUDA: they become tiles of the query's type in shared memory, by WgmmaKernel
 };
 
 // A unit that a range begins and does not finish, for a merge apart.

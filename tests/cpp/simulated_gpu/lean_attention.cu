@@ -11,7 +11,7 @@ template <class T, int kWidth>
 int launch_mma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*) {
   return cudaErrorNotSupported;
 }
-template <class T, int kWidth>
+template <class T, int kWidth, bool kConverts>
 int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*) {
   return cudaErrorNotSupported;
 }
@@ -69,9 +69,9 @@ template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
-  template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__half, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__nv_bfloat16, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+  template int launch_wgmma<T, kWidth, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
 LEANFLEET_INSTANCES(__half, 192)
@@ -81,6 +81,12 @@ LEANFLEET_INSTANCES(__nv_bfloat16, 128)
 LEANFLEET_INSTANCES(__nv_bfloat16, 192)
 LEANFLEET_INSTANCES(__nv_bfloat16, 256)
 #undef LEANFLEET_INSTANCES
+template int launch_wgmma<__half, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 template int launch_direct<__half, 64, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__half, 64, 2>(const Args&, DirectCut, void*);
 template int launch_direct<__half, 128, 1>(const Args&, DirectCut, void*);
