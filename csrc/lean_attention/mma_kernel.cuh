@@ -517,13 +517,14 @@ struct TileProducer {
 #endif
 
   // Quantised caches: each of 4 warps converts its part of a tile's tokens. Bytes of the next tile are on their way to where this
-  // lane has those of the tile it converts; a lane knows the rows and scales of one token, of the tile after next its page. Keys
+  // lane has those of the tile it converts; a lane knows the row and scales of one token, of the tile after next its page. Keys
   // become what their bytes stand for, and their scales, if these are not channels', go along; values are multiplied by theirs.
   struct QuantisedRow {
-    uint32_t row;  // among all of a cache, the same of keys, of values and of their scales
-    bool exists, missing;
+    uint32_t row;  // among all of a cache, the same of keys, of values and of their scales; kNoRow: nothing to read
+    bool missing;  // its page is outside the pool
     float key_scale, value_scale;
   };
+  static constexpr uint32_t kNoRow = UINT32_MAX;
   __device__ __forceinline__ void convert_tiles(const Unit& unit, Span tiles) {
     if (tiles.begin >= tiles.end) return;
     constexpr int kPerWarp = kTokens / 4;
@@ -536,13 +537,18 @@ struct TileProducer {
     page = quantised_page(unit, seen, (tiles.begin + 1) * kTokens + of_tile);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      const QuantisedRow next = quantised_row(unit, seen, (tile + 1) * kTokens + of_tile, page);
+      // Behind the last tile nothing is seen.
+      const Span ahead = tile + 1 < tiles.end ? seen : Span{0, 0};
+      const QuantisedRow next = quantised_row(unit, ahead, (tile + 1) * kTokens + of_tile, page);
       page = quantised_page(unit, seen, (tile + 2) * kTokens + of_tile);
-      const bool more = tile + 1 < tiles.end;
       for_form(args.key_scales.form,
-               [&](auto form) { convert_rows<decltype(form)::value, false>(unit.head, now, next, more); });
-      for_form(args.value_scales.form,
-               [&](auto form) { convert_rows<decltype(form)::value, true>(unit.head, now, next, more); });
+               [&](auto form) { convert_rows<decltype(form)::value, false, false>(unit.head, now, next); });
+      if (args.value_scales.kind == kPerChannel)
+        for_form(args.value_scales.form,
+                 [&](auto form) { convert_rows<decltype(form)::value, true, true>(unit.head, now, next); });
+      else
+        for_form(args.value_scales.form,
+                 [&](auto form) { convert_rows<decltype(form)::value, true, false>(unit.head, now, next); });
       now = next;
     }
   }
@@ -559,98 +565,130 @@ struct TileProducer {
   __device__ __forceinline__ QuantisedRow quantised_row(const Unit& unit, Span seen, int position, int page) const {
     const auto in_rows = [](int64_t numbers) { return static_cast<uint32_t>(static_cast<uint64_t>(numbers) / Tile::kColumns); };
     const CacheStrides& strides = args.key_strides;
-    const bool is_seen = position >= seen.begin && position < seen.end;
-    QuantisedRow found = {0, is_seen && page >= 0, is_seen && page < 0, 0.0f, 0.0f};
-    if (!found.exists) return found;
-    found.row = unit.head * in_rows(strides.head);
+    if (position < seen.begin || position >= seen.end) return {kNoRow, false, 0.0f, 0.0f};
+    if (page < 0) return {kNoRow, true, 0.0f, 0.0f};
+    uint32_t row = unit.head * in_rows(strides.head);
     if (args.cache_kind == kPaged)
-      found.row +=
-          page * in_rows(strides.page) + (position - quotient(position, args.block) * args.block) * in_rows(strides.token);
-    else found.row += unit.request.b * in_rows(strides.batch) + (unit.request.start + position) * in_rows(strides.token);
+      row += page * in_rows(strides.page) + (position - quotient(position, args.block) * args.block) * in_rows(strides.token);
+    else row += unit.request.b * in_rows(strides.batch) + (unit.request.start + position) * in_rows(strides.token);
     const auto scale = [&](const Scales& scales) {
-      return scales.kind == kPerToken ? __ldcg(scales.in + found.row) : scales.kind == kPerTensor ? scales.in[0] : 1.0f;
+      return scales.kind == kPerToken ? __ldcg(scales.in + row) : scales.kind == kPerTensor ? scales.in[0] : 1.0f;
     };
-    found.key_scale = scale(args.key_scales);
-    found.value_scale = scale(args.value_scales);
-    return found;
+    return {row, false, scale(args.key_scales), scale(args.value_scales)};
   }
 
-  // 16 bytes of a row a lane and pass. Where they are staged, nobody else looks.
+  // A lane has 16 bytes of a row in a pass.
   template <CacheForm kForm>
   struct StagedRows {
-    static constexpr int kRowChunks = Tile::kColumns / (kForm == kInt4 ? 32 : 16);
+    static constexpr int kRowChunks = Tile::kColumns / (kForm == kInt4 ? 32 : 16), kRowBytes = kRowChunks * 16;
     static constexpr int kPasses = kTokens / 4 * kRowChunks / 32, kRowsOfPass = 32 / kRowChunks;
     static_assert(32 % kRowChunks == 0 && kPasses > 0);
   };
-  __device__ __forceinline__ uint32_t staged(bool values, int pass) const {
-    return ring.stage + (values ? kTokens * Tile::kColumns : 0) + ((pass * 4 + warp) * 32 + lane) * 16;
+  // Where nobody else looks, 2048 bytes from one pass to the next.
+  __device__ __forceinline__ uint32_t staged(bool values) const {
+    return ring.stage + (values ? kTokens * Tile::kColumns : 0) + (warp * 32 + lane) * 16;
+  }
+  // to: of a pass. from: the cache, and of its rows this lane's chunk.
+  template <CacheForm kForm>
+  __device__ __forceinline__ void fetch_row(const QuantisedRow& rows, int of_warp, uint32_t to, const char* from) const {
+    const uint32_t row = __shfl_sync(kFullWarp, rows.row, of_warp);
+    const bool exists = row != kNoRow;
+    const char* at;
+    asm("mad.wide.u32 %0, %1, %2, %3;"
+        : "=l"(at)
+        : "r"(exists ? row : 0u), "n"(StagedRows<kForm>::kRowBytes), "l"(reinterpret_cast<uint64_t>(from)));
+    cp_async(to, at, exists ? 16 : 0);
   }
   template <CacheForm kForm, bool kValues>
-  __device__ __forceinline__ void fetch_row(const QuantisedRow& rows, int pass) const {
-    using Rows = StagedRows<kForm>;
-    constexpr uint32_t kRowBytes = Rows::kRowChunks * 16;
-    const int from = pass * Rows::kRowsOfPass + lane / Rows::kRowChunks;
-    const uint32_t row = __shfl_sync(kFullWarp, rows.row, from);
-    const bool exists = __shfl_sync(kFullWarp, rows.exists, from);
+  __device__ __forceinline__ const char* first_chunk() const {
     const char* const cache = static_cast<const char*>(kValues ? args.value_cache : args.key_cache);
-    cp_async(staged(kValues, pass), cache + static_cast<uint64_t>(row) * kRowBytes + lane % Rows::kRowChunks * 16,
-             exists ? 16 : 0);
+    return cache + lane % StagedRows<kForm>::kRowChunks * 16;
   }
   template <CacheForm kForm, bool kValues>
   __device__ __forceinline__ void fetch_rows(const QuantisedRow& rows) const {
+    using Rows = StagedRows<kForm>;
 #pragma unroll 1
-    for (int pass = 0; pass < StagedRows<kForm>::kPasses; ++pass) fetch_row<kForm, kValues>(rows, pass);
+    for (int pass = 0; pass < Rows::kPasses; ++pass)
+      fetch_row<kForm>(rows, pass * Rows::kRowsOfPass + lane / Rows::kRowChunks, staged(kValues) + pass * 2048,
+                       first_chunk<kForm, kValues>());
     cp_async_commit();
   }
 
+  // 8 numbers, of words `piece` of 16 bytes, or 2 words of 8 bits, as pairs of halves.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ void halves_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
+    if constexpr (kForm == kInt4) {
+      uint32_t x[4];
+      nibble_pairs(word_of(bytes, piece), x);
+      pairs[0] = __byte_perm(x[0], x[1], 0x5410), pairs[1] = __byte_perm(x[2], x[3], 0x5410);
+      pairs[2] = __byte_perm(x[0], x[1], 0x7632), pairs[3] = __byte_perm(x[2], x[3], 0x7632);
+    } else {
+      uint32_t x[2];
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        row_pairs<kForm>(word_of(bytes, 2 * piece + w), x);
+        pairs[2 * w] = x[0], pairs[2 * w + 1] = x[1];
+      }
+    }
+  }
+  // The same of T.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ void numbers_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && kForm == kInt8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? 0x4342u : 0x4140u);
+      return;
+    }
+    halves_of_piece<kForm>(bytes, piece, pairs);
+    if constexpr (!std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        pairs[i] = pack_pair(T{}, x.x, x.y);
+      }
+    }
+  }
+
   // This lane's chunks of a slot, from where they are staged, and the same of the next tile to there.
-  template <CacheForm kForm, bool kValues>
-  __device__ __forceinline__ void convert_rows(int head, const QuantisedRow& now, const QuantisedRow& next, bool more) {
+  template <CacheForm kForm, bool kValues, bool kOfChannels>
+  __device__ __forceinline__ void convert_rows(int head, const QuantisedRow& now, const QuantisedRow& next) {
     using Rows = StagedRows<kForm>;
-    constexpr int kPerWarp = kTokens / 4, kWordColumns = kForm == kInt4 ? 8 : 4, kPieces = kWordColumns / 2;
+    constexpr int kPerWarp = kTokens / 4, kPieces = kForm == kInt4 ? 4 : 2;
     // Those of the other kind were asked for last.
     asm volatile("cp.async.wait_group 1;" ::: "memory");
-    const uint32_t to = acquire();
-    const bool of_channels = kValues && args.value_scales.kind == kPerChannel;
-    const int first_column = lane % Rows::kRowChunks * 4 * kWordColumns;
-#pragma unroll 1
+    uint32_t stage = staged(kValues);
+    int of_warp = lane / Rows::kRowChunks;
+    const int first_piece = lane % Rows::kRowChunks * kPieces, token = warp * kPerWarp + of_warp;
+    uint32_t to = acquire() + (first_piece / 8 * kTokens + token) * 128;
+    uint64_t from = reinterpret_cast<uint64_t>(first_chunk<kForm, kValues>());
+    asm volatile("" : "+r"(stage), "+r"(to), "+l"(from), "+r"(of_warp));  // else they are worked out again in each pass
+    const float* const channels = args.value_scales.in + static_cast<int64_t>(head) * Tile::kColumns + 8 * first_piece;
+#pragma unroll 2
     for (int pass = 0; pass < Rows::kPasses; ++pass) {
-      const int of_warp = pass * Rows::kRowsOfPass + lane / Rows::kRowChunks;
-      const uint4 bytes = load_16_bytes(staged(kValues, pass));
-      const float scale = kValues ? __shfl_sync(kFullWarp, now.value_scale, of_warp) : 1.0f;
+      const int row = of_warp + pass * Rows::kRowsOfPass;
+      const uint4 bytes = load_16_bytes(stage + pass * 2048);
+      const float scale = kValues && !kOfChannels ? __shfl_sync(kFullWarp, now.value_scale, row) : 1.0f;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {  // 8 columns
+      for (int piece = 0; piece < kPieces; ++piece) {
         uint32_t pairs[4];
-        if constexpr (kForm == kInt4) {
-          uint32_t x[4];
-          nibble_pairs(word_of(bytes, piece), x);
-          pairs[0] = __byte_perm(x[0], x[1], 0x5410), pairs[1] = __byte_perm(x[2], x[3], 0x5410);
-          pairs[2] = __byte_perm(x[0], x[1], 0x7632), pairs[3] = __byte_perm(x[2], x[3], 0x7632);
-        } else {
-          uint32_t x[2];
-#pragma unroll
-          for (int w = 0; w < 2; ++w) {
-            row_pairs<kForm>(word_of(bytes, 2 * piece + w), x);
-            pairs[2 * w] = x[0], pairs[2 * w + 1] = x[1];
-          }
-        }
-        const int column = first_column + 8 * piece;
-        if (kValues || !std::is_same_v<T, __half>) {
-          const float* const channels = args.value_scales.in + static_cast<int64_t>(head) * Tile::kColumns + column;
+        if constexpr (kValues) {
+          halves_of_piece<kForm>(bytes, piece, pairs);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
-            if (kValues) {
-              x.x *= of_channels ? channels[2 * i] : scale;
-              x.y *= of_channels ? channels[2 * i + 1] : scale;
-            }
+            x.x *= kOfChannels ? channels[8 * piece + 2 * i] : scale;
+            x.y *= kOfChannels ? channels[8 * piece + 2 * i + 1] : scale;
             pairs[i] = pack_pair(T{}, x.x, x.y);
           }
+        } else {
+          numbers_of_piece<kForm>(bytes, piece, pairs);
         }
-        store_16_bytes(to + slot_offset<kTokens>(warp * kPerWarp + of_warp, column / 8),
+        // Lines of 64 columns, 8 pieces, swizzled by the token.
+        const int place_of_piece = (first_piece + piece) % 8 ^ row % 8;
+        store_16_bytes(to + pass * Rows::kRowsOfPass * 128 + place_of_piece * 16,
                        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
       }
-      if (more) fetch_row<kForm, kValues>(next, pass);
+      fetch_row<kForm>(next, row, stage + pass * 2048, reinterpret_cast<const char*>(from));
     }
     cp_async_commit();
     if constexpr (!kValues) {
