@@ -657,7 +657,7 @@ struct TileProducer {
     // Those of the other kind were asked for last.
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     uint32_t stage = staged(kValues);
-    int of_warp = lane / Rows::kRowChunks;
+    uint32_t of_warp = static_cast<uint32_t>(lane) / Rows::kRowChunks;  // unsigned: for short remainders
     const int first_piece = lane % Rows::kRowChunks * kPieces, token = warp * kPerWarp + of_warp;
     uint32_t to = acquire() + (first_piece / 8 * kTokens + token) * 128;
     uint64_t from = reinterpret_cast<uint64_t>(first_chunk<kForm, kValues>());
@@ -665,7 +665,7 @@ struct TileProducer {
     const float* const channels = args.value_scales.in + static_cast<int64_t>(head) * Tile::kColumns + 8 * first_piece;
 #pragma unroll 2
     for (int pass = 0; pass < Rows::kPasses; ++pass) {
-      const int row = of_warp + pass * Rows::kRowsOfPass;
+      const uint32_t row = of_warp + pass * Rows::kRowsOfPass;
       const uint4 bytes = load_16_bytes(stage + pass * 2048);
       const float scale = kValues && !kOfChannels ? __shfl_sync(kFullWarp, now.value_scale, row) : 1.0f;
 #pragma unroll

@@ -99,6 +99,28 @@ def test_ways_of_short_contexts(monkeypatch, way, quant):
             check(run, to_cuda(inputs), attrs, in_place=bool(attrs["append"]))
 
 
+# Prompts and pieces of more than 16 rows a head, of equal widths: on Hopper tiles become numbers of the query's type.
+PROMPTS = (
+    dict(lens=(300, 77), query_lens=(70, 65), Nq=70, H=6, Hkv=2, D=64, Dv=64, append=True, rotary=32),
+    dict(lens=(513,), Nq=200, H=4, Hkv=2, D=128, Dv=128, append=True, rotary=64, layout="bnhd"),
+    dict(lens=(260, 40, 3), query_lens=(40, 40, 0), Nq=40, H=7, Hkv=1, D=128, Dv=128, window=90, sinks=True, block=16),
+    dict(lens=(150, 65), Nq=33, H=4, Hkv=2, D=256, Dv=256, softcap=5.0, scale=-0.2, append=True, block=64),
+    dict(lens=(900, 1), query_lens=(20, 1), Nq=20, H=8, Hkv=2, D=64, Dv=64, causal=0, block=5),
+)
+
+
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts(variant, dtype, quant):
+    for seed, facts in enumerate(PROMPTS):
+        inputs, attrs = make_case(seed, variant, dtype, **facts, quant=quant)
+        inputs = to_cuda(inputs)
+        first = check(run, inputs, attrs, in_place=False)
+        again = run(inputs, attrs)
+        assert all(same_bits(first[name], again[name]) for name in first)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORM_NAMES)
 def test_rows_that_are_no_usual_numbers(form, dtype):
