@@ -24,7 +24,7 @@ rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson 
 
 Hybrids: states are float32 on both sides; of 16 bits, lines of the section "narrow states", where ours was exported and vLLM
 is run with --narrow-states. That is vLLM's default. Lines of the section "8-bit caches" are of a folder exported with --cache int8
-(or another of 8 bits), beside vLLM with --fp8-cache.
+(or another of 8 bits), beside vLLM with --fp8-cache, in bfloat16, as its kernels for these want it.
 
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching, onnxruntime-genai its
 Engine over PagedAttention, which has no CUDA graphs. All have run each shape once before. The random lines are drawn from
@@ -121,20 +121,21 @@ class Ours:
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
-def write_config(folder, model):
-    """The folder that vLLM reads: the configuration of a shape, for float16."""
+def write_config(folder, model, dtype):
+    """The folder that vLLM reads: the configuration of a shape."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = config_of(model)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.dtype = "float16"
+    config.dtype = dtype
     config.save_pretrained(folder / "vllm")
     return folder / "vllm"
 
 
 class Vllm:
     def __init__(self, folder, model, narrow_states, fp8_cache):
-        self.model = write_config(folder, model)
+        # Its kernels for fp8 caches write bfloat16.
+        self.model = write_config(folder, model, "bfloat16" if fp8_cache else "float16")
         self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
         self.cache = "fp8" if fp8_cache else "auto"
 
