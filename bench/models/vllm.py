@@ -23,8 +23,10 @@ rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson 
           vLLM's core, another process, may by then have begun the next one without them; ours tells tokens a step late
 
 Hybrids: states are float32 on both sides; of 16 bits, lines of the section "narrow states", where ours was exported and vLLM
-is run with --narrow-states. That is vLLM's default. Lines of the section "8-bit caches" are of a folder exported with --cache int8
-(or another of 8 bits), beside vLLM with --fp8-cache, in bfloat16, as its kernels for these want it.
+is run with --narrow-states. That is vLLM's default.
+
+Lines of the section "8-bit caches" are of a folder exported with --cache int8, or another of 8 bits, beside vLLM with
+--fp8-cache, in bfloat16, as its kernels for these want it.
 
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching, onnxruntime-genai its
 Engine over PagedAttention, which has no CUDA graphs. All have run each shape once before. The random lines are drawn from
@@ -121,7 +123,7 @@ class Ours:
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
-def write_config(folder, model, dtype):
+def write_config(folder, model, dtype="float16"):
     """The folder that vLLM reads: the configuration of a shape."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
