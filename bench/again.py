@@ -68,6 +68,7 @@ MEASUREMENTS = (
         GPU,
         ("kernels.lean_attention OUT --only quantised,drawn_quantised --peers xqa --rounds 15 --seed SEED",),
     ),
+    Measurement("quantised_prompts_h200", GPU, ("kernels.lean_attention OUT --only quantised_prompts --rounds 21",)),
     Measurement(
         "lean_attention_h200",
         GPU,
@@ -88,9 +89,10 @@ MEASUREMENTS = (
     Measurement("one_segment_fit_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 220",)),
     Measurement("one_segment_fit_many_rows_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 140 --many-rows",)),
     Measurement(
-        "one_segment_fit_quantised_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 34 --rounds 5 --quantised",)
+        "one_segment_fit_quantised_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 80 --rounds 5 --quantised",)
     ),
     Measurement("ort_cuda_h200", GPU, ("kernels.ort_cuda --out OUT",)),
+    Measurement("ort_cuda_quantised_h200", GPU, ("kernels.ort_cuda --quantised --out OUT",)),
     Measurement("sample_tokens_h200", GPU, ("kernels.sample_tokens STEM --rounds 20 --random 0",), ("beside FlashInfer",)),
     Measurement("end_to_end_h200", GPU, ("models.end_to_end --energy --out OUT",)),
     linear_decoder("retnet", 24),

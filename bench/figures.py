@@ -90,7 +90,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor_parallel_70b_h100": of("tensor_parallel_70b_h100", tensor_parallel.table),
     "context_parallel_decoder_h100": of("context_parallel_decoder_h100", tensor_parallel.table),
     "ort_cuda_h200": dated("ort_cuda_h200", ort_cuda_text),
+    "ort_cuda_quantised_h200": dated("ort_cuda_quantised_h200", lambda r: ort_cuda.text(r, r["rows"])),
     "quantised_caches_h200": of("quantised_caches_h200", plot_lean_attention.quantised_table),
+    "quantised_prompts_h200": of("quantised_prompts_h200", plot_lean_attention.quantised_prompts_table),
     "quantised_caches_cpu": of("quantised_caches_cpu", quantised_caches.table),
     "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),
     "sample_tokens_h200": of("sample_tokens_h200", lambda r: sample_tokens.table(r["rows"])),
@@ -99,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "genai_h200": of("genai_h200", vllm.text),
     "vllm_h200": of("vllm_h200", vllm.text),
     "vllm_8b_h200": of("vllm_8b_h200", vllm.text),
+    "vllm_quantised_h200": of("vllm_quantised_h200", vllm.text),
     "vllm_h100": of("vllm_h100", vllm.text),
     "whole_models_h200": lambda: plot_end_to_end.text(pictures.whole_models()),
 }

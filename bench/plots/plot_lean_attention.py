@@ -112,6 +112,34 @@ def quantised_table(data):
     return "\n".join([*lines, "", f"Geometric means: {means}."]) + "\n"
 
 
+PROMPT_COLUMNS = {
+    "leanfleet": "int8",
+    "leanfleet fp8": "fp8",
+    "leanfleet int8/fp8": "int8/fp8",
+    "leanfleet int4": "int4",
+    "leanfleet per channel": "int8 per channel",
+    "leanfleet 16 bits": "16 bits",
+}
+
+
+def quantised_prompts_table(data):
+    """Whole prompts over paged quantised caches, by type, beside bfloat16 caches."""
+    headings = [*PROMPT_COLUMNS.values(), "16 bits / int8"]
+    lines = [
+        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {max(data['rounds'] // 3, 5)} graph replays in µs, L2 "
+        "flushed by reading. Scales are per token where a column does not say otherwise; all keys and values are in the caches.",
+        "",
+        "| case | " + " | ".join(headings) + " |",
+        "|---" * (len(headings) + 1) + "|",
+    ]
+    for row in data["rows"]:
+        us = [row["us"][name]["median"] for name in PROMPT_COLUMNS]
+        cells = [*(f"{t:.0f}" for t in us), f"{row['speedup_over_16_bits']:.2f}"]
+        lines.append(f"| {row['case'].removeprefix('quantised prompt ')} | " + " | ".join(cells) + " |")
+    mean = geometric_mean([row["speedup_over_16_bits"] for row in data["rows"]])
+    return "\n".join([*lines, "", f"Geometric mean of 16 bits / int8: {mean:.2f}."]) + "\n"
+
+
 def lines_of(data):
     return [r for r in data["rows"] if "section" not in r]
 

@@ -705,6 +705,8 @@ def test_attention_over_keys_of_all_ranks(lean_attention_library, fake_nccl, tmp
 
 # D, Dv, heads, new tokens, lengths: fewer columns than a kernel's 64 or 128, units of one CTA each and lists of units.
 STRAIGHT = (
+    (80, 80, (12, 1), 1, (65, 300, 17)),
+    (64, 56, (5, 1), 3, (400, 90)),
     (80, 80, (6, 2), 1, (65, 300, 17)),
     (96, 96, (4, 2), 2, (700, 5)),
     (48, 40, (3, 1), 1, (130, 64, 1, 500)),
@@ -760,7 +762,7 @@ ONE_SEGMENT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("append", (False, True))
-@pytest.mark.parametrize("way", (0, 1), ids=("small", "large"))
+@pytest.mark.parametrize("way", (0, 1, 8), ids=("small", "large", "parts"))
 def test_attention_of_one_segment_a_cta(lean_attention, lean_attention_library, monkeypatch, way, append, dtype):
     run, count = lean_attention
     monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
@@ -810,7 +812,7 @@ def test_attention_over_quantised_caches(lean_attention, quant):
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 def test_quantised_attention_of_one_segment_a_cta(lean_attention, monkeypatch, quant):
     run, count = lean_attention
-    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", "0")
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", "9" if QUANT_PAIRS.index(quant) % 2 else "0")
     for seed, facts in enumerate(quantised_cases.CALLS):
         turn = seed + QUANT_PAIRS.index(quant)
         if facts["D"] != facts["Dv"] or facts["D"] not in (64, 128, 256):

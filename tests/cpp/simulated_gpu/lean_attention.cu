@@ -1,5 +1,6 @@
 // In place of the instances of LeanAttention's kernels for 16-bit caches, whose copies are not simulated: calls that would take
-// them fail. CTAs that read caches straight into registers are launched without clusters, and those with one segment have all of it.
+// them fail. CTAs that read caches straight into registers are launched without clusters; those with one segment, where a cluster would
+// share a unit, have all of it.
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/narrow.h"
@@ -34,7 +35,8 @@ int launch_direct_narrow(const Args& args, DirectCut, void* stream) {
 template <class T, int kWidth, int kRows>
 int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream) {
   const bool small = args.plan.small_ctas;
-  const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small), parts = args.plan.one_segment;
+  const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small);
+  const int parts = args.plan.last_merges ? args.plan.one_segment : 1;
   const int bytes = one_segment_bytes<T, kWidth, kRows>(small, false, min32(args.group * args.tokens, kRows));
   kernel<<<args.batch * args.kv_heads * row_tiles * parts, threads, bytes, static_cast<cudaStream_t>(stream)>>>(
       {parts, row_tiles, args});
@@ -42,7 +44,7 @@ int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream
 }
 template <class T, int kWidth, int kRows, bool kSmall, int kKeys = kOfT, int kValues = kOfT>
 int launch_parts(const Args& args, void* stream) {
-  const auto kernel = args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>
+  const auto kernel = args.plan.last_merges && args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>
                                                 : OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>;
   return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
 }
