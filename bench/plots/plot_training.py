@@ -108,23 +108,30 @@ def parity(result, out):
 def speed(result, out):
     """How fast does a small model train with each attention?"""
     groups, ratios = {}, {}
-    for context in dict.fromkeys(r["context"] for r in result["rows"]):
+    for context, mode in dict.fromkeys((r["context"], r.get("mode")) for r in result["rows"]):
         found = {
-            r["attention"]: r["tokens_per_second"] for r in result["rows"] if r["context"] == context and "refused" not in r
+            r["attention"]: r["tokens_per_second"]
+            for r in result["rows"]
+            if (r["context"], r.get("mode")) == (context, mode) and "refused" not in r
         }
-        groups[f"context of {plotting.tokens(context)} tokens"] = [
-            (NAMES[name], value / 1e6, name == "leanfleet") for name, value in found.items()
-        ]
+        heading = f"context of {plotting.tokens(context)} tokens" + (f", each step a {mode}" if mode else "")
+        groups[heading] = [(NAMES[name], value / 1e6, name == "leanfleet") for name, value in found.items()]
         for name, value in found.items():
-            ratios.setdefault(name, []).append(found["leanfleet"] / value)
-    title = (
-        f"A small model trains at {plotting.span(ratios['flash SDPA'])} the speed of flash SDPA and "
-        f"{plotting.span(ratios['fla'])} that of flash-linear-attention"
-    )
+            ratios.setdefault(mode, {}).setdefault(name, []).append(found["leanfleet"] / value)
+
+    def compared(mode):
+        peers = [(name, ratios[mode][name]) for name in ("flash SDPA", "fla") if name in ratios[mode]]
+        first, *more = (f"{plotting.span(found)} the speed of {NAMES[name].split(' (')[0]}" for name, found in peers)
+        return " and ".join([first, *(words.replace("the speed", "that") for words in more)])
+
+    title = f"A small model trains at {compared(None)}"
     note = (
         f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians. In a "
         "model this small the host takes most of the time."
     )
+    for mode in ratios.keys() - {None}:
+        title += f"; with each step a {mode} at {compared(mode)}"
+        note = note.replace("the host takes most of the time.", f"the host takes most of the time, but for a {mode}.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:.2f}", "million tokens a second")
 
