@@ -292,6 +292,15 @@ def busy_seconds(mixer, train, device, graph=False, warm=5, steps=10):
     return kernel_seconds(profile.events()) / steps
 
 
+def busy_or_why(*args):
+    """busy_seconds, or None, after its reason is printed: speeds are not lost for it."""
+    try:
+        return busy_seconds(*args)
+    except Exception as error:
+        print(f"no profile: {type(error).__name__}: {error}"[:300], flush=True)
+        return None
+
+
 def synchronize(device):
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -410,7 +419,7 @@ def compare_speeds(args):
             else:
                 row |= {"tokens_per_second": statistics.median(found[1:]), "rounds": found[1:], "loss": losses[way]}
                 text = f"{row['tokens_per_second'] / 1e6:7.3f} M tokens/s, loss {row['loss']:.4f}"
-                if args.profile and (busy := busy_seconds(way[0], train, device, way[1])) is not None:
+                if args.profile and (busy := busy_or_why(way[0], train, device, way[1])) is not None:
                     row |= {"step_seconds": BATCH * CONTEXT / row["tokens_per_second"], "gpu_seconds": busy}
                     text += f", a step {1e3 * row['step_seconds']:.2f} ms, of which the GPU is busy {1e3 * busy:.2f}"
             rows.append(row)

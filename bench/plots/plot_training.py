@@ -115,12 +115,15 @@ def speed(result, out):
             if (r["context"], r.get("mode")) == (context, mode) and "refused" not in r
         }
         heading = f"context of {plotting.tokens(context)} tokens" + (f", each step a {mode}" if mode else "")
+        if not found:
+            continue
         groups[heading] = [(NAMES[name], value / 1e6, name == "leanfleet") for name, value in found.items()]
         for name, value in found.items():
-            ratios.setdefault(mode, {}).setdefault(name, []).append(found["leanfleet"] / value)
+            if "leanfleet" in found and name != "leanfleet":
+                ratios.setdefault(mode, {}).setdefault(name, []).append(found["leanfleet"] / value)
 
     def compared(mode):
-        peers = [(name, ratios[mode][name]) for name in ("flash SDPA", "fla") if name in ratios[mode]]
+        peers = [(name, ratios[mode][name]) for name in NAMES if name in ratios[mode]][:2]
         first, *more = (f"{plotting.span(found)} the speed of {NAMES[name].split(' (')[0]}" for name, found in peers)
         return " and ".join([first, *(words.replace("the speed", "that") for words in more)])
 
