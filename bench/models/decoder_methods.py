@@ -7,13 +7,14 @@
 After LeetDecoding's tables 7 and 8: TransNormerLLM-7B (hidden 4096, 32 heads of 128, feed-forward 11008, as its released
 config.json has them) and a RetNet of 1.3B (2048, 8 heads, keys of 256, values of 512, feed-forward 4096), of which, as in its
 appendix A.1, the first two layers run, in float32, on prompts of 8,192 tokens at batch 1 and 2. On a CPU, by default: a
-TransNormerLLM of 1B (2048, 16 heads, 5632) and the RetNet, one layer, 2,048 tokens, three rounds. Weights and prompts are
+TransNormerLLM of 1B (2048, 16 heads, 5632) and the RetNet, one layer, 2,048 tokens. Weights and prompts are
 random. The model's code is LinearDecoder's for every method; its attention goes through causal_linear_decoder with tensors
 [B,H,N,D], and logits are the last token's.
 
 Before it is timed a method's logits are compared with those of attention in float64: it may have 16 times the error that the
-plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns; seconds of a prompt are medians, spreads
-the median distances from them. Memory: the most that PyTorch allocated on the GPU during a call beyond what was there before.
+plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns, in another order each round: the call
+before moves a time. Seconds of a prompt are medians, spreads the median distances from them. Memory: the most that PyTorch
+allocated on the GPU during a call beyond what was there before.
 
 --limit: seconds for a method with one model and batch. One whose call is expected to take more, by calls on the first tokens,
 is left out; one that has no time for three rounds is timed by its first call alone, others have as many rounds as fit.
@@ -26,6 +27,7 @@ import datetime
 import gc
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ MODELS = {
 }
 DEFAULTS = {
     "cuda": dict(models=["transnormer-7b", "retnet-1.3b"], layers=2, tokens=8192, rounds=7),
-    "cpu": dict(models=["transnormer-1b", "retnet-1.3b"], layers=1, tokens=2048, rounds=3),
+    "cpu": dict(models=["transnormer-1b", "retnet-1.3b"], layers=1, tokens=2048, rounds=7),
 }
 PLAIN = "lightning_torch"  # whose error in the model's type says what is allowed
 PROBE_TOKENS = 64  # of the first call that tells how long a method will take
@@ -219,6 +221,11 @@ def rounds_of(first: float, left: float, rounds: int) -> int:
     return fit if fit >= min(FEWEST, rounds) else 0
 
 
+def order(names: list[str], turn: int) -> list[str]:
+    """Of a round: each has another one."""
+    return random.Random(turn).sample(names, len(names))
+
+
 def measure(
     model: LinearDecoder,
     prompts: torch.Tensor,
@@ -250,7 +257,7 @@ def measure(
     emptied(device)
     clock, samples, row_of = bench._Clock(device), {name: [] for name in turns}, dict(zip(names, rows))
     for turn in range(rounds):
-        for name in [name for name, count in turns.items() if turn < count]:
+        for name in order([name for name, count in turns.items() if turn < count], turn):
             if budget.over:
                 break
             try:
@@ -267,7 +274,7 @@ def cell(row: dict[str, Any], column: str) -> str:
     if row["status"] != "ok":
         return row["status"]
     if column == "seconds":
-        return f"{row['seconds']:.4g}" + (" (one call)" if row["samples"] == 1 else "")
+        return f"{row['seconds']:.4g} " + ("(one call)" if row["samples"] == 1 else f"± {row['spread']:.2g}")
     return f"{row['peak_bytes'] / 2**30:.2f}"
 
 
@@ -283,7 +290,9 @@ def reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{report['date']}, {report['machine']['device']}, torch {report['machine']['torch']}."]
+    machine = report["machine"]
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    lines = [f"{report['date']}, {machine['device']}{threads}, torch {machine['torch']}."]
     for model in dict.fromkeys(row["model"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["model"] == model]
         batches = sorted({row["batch"] for row in rows})

@@ -124,6 +124,33 @@ def test_rows_are_saved_one_by_one_and_a_failure_is_one_row(small, one_more_meth
     assert len(saved) == 3 + 3
 
 
+def test_each_round_has_its_own_order(small, monkeypatch):
+    """auto was the slower for the method before it, in the same kernel."""
+    names = ["auto", "lightning", "vanilla", "block_based"]
+    called, by_method = [], SCRIPT.by_method
+    monkeypatch.setattr(SCRIPT, "by_method", lambda name: called.append(name) or by_method(name))
+    rows = measured(names, SCRIPT.Budget(), rounds=5)
+    assert all(row["samples"] == 5 for row in rows.values())
+    rounds = [tuple(called[len(called) - 20 :][i : i + 4]) for i in range(0, 20, 4)]
+    assert all(sorted(names) == sorted(turn) for turn in rounds) and len(set(rounds)) > 2
+
+
+def test_a_table_tells_spreads_and_threads():
+    row = {
+        "model": "retnet-1.3b",
+        "batch": 1,
+        "method": "auto",
+        "status": "ok",
+        "seconds": 0.75,
+        "spread": 0.0123,
+        "samples": 3,
+    }
+    report = {"date": "2026-11-29", "dtype": "float32", "layers": 1, "tokens": 20, "rows": [row]}
+    text = SCRIPT.table(report | {"machine": {"device": "a processor", "threads": 2, "torch": "2"}})
+    assert text.startswith("2026-11-29, a processor, 2 threads, torch 2.\n") and "| auto | 0.75 ± 0.012 |" in text
+    assert SCRIPT.table(report | {"machine": {"device": "a GPU", "torch": "2"}}).startswith("2026-11-29, a GPU, torch 2.\n")
+
+
 def test_time_that_is_up_is_told(small):
     rows = measured(["auto", "vanilla"], SCRIPT.Budget(total=-1.0))
     assert all(row["status"] == "left out" and "were over" in row["reason"] for row in rows.values())
