@@ -9,6 +9,7 @@ every byte of cache read then has to write one back first. The floor is the byte
 4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` and
 `drawn_quantised` draw their shapes from --seed, each checked against float64.
 
+`quantised_prompts` are whole prompts over paged caches of these types beside bfloat16 caches.
 `quantised` are decode steps over paged caches of int8, fp8 and int4, beside bfloat16 caches and FlashInfer's XQA over fp8
 ones; "leanfleet" is int8 with scales per token, and "leanfleet step" rotates and appends too.
 
@@ -75,6 +76,16 @@ QUANTISED_FORMS = {
     "leanfleet int8/fp8": (torch.int8, torch.float8_e4m3fn, "token"),
     "leanfleet int4": (torch.uint8, torch.uint8, "token"),
 }
+# Of prompts, where scales of channels keep the kernel without wgmma
+QUANTISED_PROMPT_FORMS = ("leanfleet", "leanfleet per channel", "leanfleet fp8", "leanfleet int8/fp8", "leanfleet int4")
+QUANTISED_PROMPTS = [
+    (1, 32, 8, 128, 2000),
+    (1, 32, 8, 128, 8192),
+    (16, 32, 8, 128, 2000),
+    (1, 32, 8, 128, 30000),
+    (16, 32, 8, 64, 2000),
+    (1, 16, 8, 256, 4096),
+]
 # (B, H, Hkv, D, context)
 QUANTISED = [
     (1, 32, 8, 128, 1024),
@@ -503,6 +514,26 @@ def drawn_quantised(args):
         Hkv = draw.randint(1, max(32 // group, 1))
         row = quantised_line(args, B, group * Hkv, Hkv, D, max(int(tokens / B), 32), draw.choice((16, 64)))
         yield {**row, "seed": f"{args.seed:x}"}
+
+
+def quantised_prompts(args):
+    """Whole prompts whose keys and values are in pages of quantised caches, beside the same in 16 bits."""
+    for B, H, Hkv, D, N in QUANTISED_PROMPTS:
+        pages = -(-N // 64)
+        caches = {role: normal(B * pages, 64, Hkv, D) for role in ("key", "value")}
+        lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
+        table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
+        shared = {"query": normal(B, H, N, D), "block_table": table, "seq_lens": lens}
+        calls = {}
+        for name in QUANTISED_PROMPT_FORMS:
+            *forms, kind = QUANTISED_FORMS[name]
+            inputs, attrs = quantised_inputs(caches, forms, kind)
+            calls[name] = Node({**shared, **inputs}, attrs)
+            quantised_gate(calls[name], N)
+        calls["leanfleet 16 bits"] = Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
+        row = measure(f"quantised prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 3, 5))
+        row["speedup_over_16_bits"] = row["us"]["leanfleet 16 bits"]["median"] / row["us"]["leanfleet"]["median"]
+        yield row
 
 
 def uniform_node(B, Hkv, D, N):

@@ -30,38 +30,40 @@ WAYS = (
     (True, 4),
     (True, 8),
     (True, 16),
-)  # small CTAs; CTAs of a unit
-MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS = 128, 40_000, 600e6, 8192, 64
+    (False, 0),
+    (True, 0),
+)  # small CTAs; CTAs of a unit, 0: as many as run at once
+MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS, MOST_PARTS = 128, 40_000, 600e6, 8192, 64, 64
 SMS, NEARLY, MOST_ROUNDS = 132, 0.9, 8.0
 MEAN_OF_WHOLE, MEAN_OF_CUT = 0.6, 0.4
 ONE_SEGMENT = {
-    "start": [9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08],
-    "round": [1.5, 1.2, 1.83, 1.18, 1.13, 1.64],  # of large CTAs, of small ones
-    "next_cta": [4.13, 5.11],
+    "start": [9.08, 9.02, 9.86, 9.82, 11.01, 10.95, 11.65, 14.21, 12.84, 12.5],
+    "round": [1.59, 1.35, 2.0, 1.19, 1.14, 1.67],  # of large CTAs, of small ones
+    "next_cta": [3.88, 5.16],
     "many_rows": [1.54],
     "again": [15.3],
 }
 SCHEDULED = {
-    "start": [14.65, 20.5, 23.3, 22.67, 28.75],
-    "tile": [0.23, 0.02, 0.4, 0.34, 0.55],
+    "start": [13.88, 16.49, 22.87, 22.06, 28.75],
+    "tile": [0.23, 0.02, 0.38, 0.34, 0.51],
     "read": [19.0],
-    "next_unit": [6.09, 5.57],
-    "unknown": [5.9],
+    "next_unit": [6.63, 5.37],
+    "unknown": [6.4],
 }
 # The same of quantised caches, with small CTAs alone.
 QUANTISED_ONE_SEGMENT = {
-    "start": [8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54],
-    "round": [1.5, 1.2, 1.83, 0.72, 2.18, 1.45],
-    "next_cta": [4.13, 4.38],
+    "start": [8.04, 9.36, 10.33, 10.28, 11.53, 9.43, 9.26, 10.16, 12.0, 12.53],
+    "round": [1.5, 1.2, 1.83, 1.04, 2.22, 1.85],
+    "next_cta": [4.13, 4.25],
     "many_rows": [1.54],
     "again": [15.3],
 }
 QUANTISED_SCHEDULED = {
-    "start": [10.48, 17.99, 23.3, 12.93, 28.75],
-    "tile": [0.18, 0.02, 0.4, 0.34, 0.55],
-    "read": [4.62],
-    "next_unit": [3.97, 0.13],
-    "unknown": [3.71],
+    "start": [11.48, 18.49, 23.3, 15.28, 28.75],
+    "tile": [0.26, 0.02, 0.4, 0.34, 0.55],
+    "read": [6.23],
+    "next_unit": [4.7, 0.03],
+    "unknown": [3.79],
 }
 QUANTISED_HEADS = {64: 16, 128: 16, 256: 8}  # and rows, at most
 
@@ -138,21 +140,27 @@ class Short:
 
     def ways(self):
         """Those that may be taken."""
-        few = MOST_CTAS // self.units, self.keys // LEAST_KEYS
-        return [
-            way for way, (small, parts) in enumerate(WAYS) if (parts == 1 or parts <= min(few)) and (small or not self.narrow)
-        ]
+        few = min(MOST_CTAS // self.units, self.keys // LEAST_KEYS)
+        fits = [way for way, (small, parts) in enumerate(WAYS) if (small if self.narrow else not (small and parts == 0))]
+        return [way for way in fits if WAYS[way][1] == 1 or 1 < self.parts(way) <= few]
+
+    def parts(self, way):
+        small, parts = WAYS[way]
+        at_once = SMS * self.per_sm(small) // (self.units * self.row_tiles)
+        return parts or max(min(at_once, self.keys // LEAST_KEYS, MOST_PARTS), 1)
+
+    def per_sm(self, small):
+        return 1 if not small else 2 if self.kind == 2 else 3
 
     def rounds(self, way):
-        small, parts = WAYS[way]
+        small, parts = WAYS[way][0], self.parts(way)
         warps = 4 if small else 8 if self.kind == 2 else 12
         return max(self.keys / (parts * warps * (32 if self.kind <= self.narrow else 16)), 1.0)
 
 
 def one_segment(c, call, way):
-    small, parts = WAYS[way]
-    per_sm = 1 if not small else 2 if call.kind == 2 else 3
-    slots = SMS * per_sm if parts == 1 else 16 * per_sm // parts * parts * (SMS // 18)
+    small, parts, per_sm = WAYS[way][0], call.parts(way), call.per_sm(WAYS[way][0])
+    slots = SMS * per_sm if WAYS[way][1] < 2 else 16 * per_sm // parts * parts * (SMS // 18)
     waves, rounds = call.units * call.row_tiles * parts / slots, call.rounds(way)
     mean = 1.0 if call.known else MEAN_OF_WHOLE
     each = c["round"][call.kind + 3 * small] * (c["many_rows"][0] if call.row_tile > 8 else 1.0)

@@ -26,6 +26,7 @@ import onnxruntime
 
 from bench.models.weightless import fill, parameters_of, strip, with_experts
 from leanfleet import native
+from leanfleet.decoder_contract import CACHES
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 
@@ -142,7 +143,7 @@ def command_export(args):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(args.shape, args.layers), dtype=dtype)
     # Random weights that only the other machine has cannot be verified here.
-    options = {"verify": not args.weightless, "narrow_states": args.narrow_states}
+    options = {"verify": not args.weightless, "narrow_states": args.narrow_states, "cache": args.cache}
     for name in args.ways:
         if name == "padded":
             export_decoder(model, args.folder / GRAPHS[name], **options)
@@ -153,6 +154,7 @@ def command_export(args):
         "dtype": args.dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
         "narrow_states": args.narrow_states,
+        "cache": args.cache,
     }
     if args.weightless:
         for name in args.ways:
@@ -300,6 +302,7 @@ def main():
     export.add_argument("--layers", type=int, help="of the model with random weights")
     export.add_argument("--dtype", default="float32")
     export.add_argument("--narrow-states", action="store_true", help="states of 16 bits, of shapes whose layers have some")
+    export.add_argument("--cache", choices=CACHES, help="the type of quantised caches; default: none")
     export.add_argument("--weightless", action="store_true", help="leave the weights to `run`, which makes random ones")
     export.set_defaults(command=command_export)
     run = commands.add_parser("run")

@@ -25,6 +25,9 @@ rate      --rates 2 8: other requests, drawn alike, coming at random (a Poisson 
 Hybrids: states are float32 on both sides; of 16 bits, lines of the section "narrow states", where ours was exported and vLLM
 is run with --narrow-states. That is vLLM's default.
 
+Lines of the section "8-bit caches" are of a folder exported with --cache int8, or another of 8 bits, beside vLLM with
+--fp8-cache, in bfloat16, as its kernels for these want it.
+
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching, onnxruntime-genai its
 Engine over PagedAttention, which has no CUDA graphs. All have run each shape once before. The random lines are drawn from
 --seed. Medians of ROUNDS.
@@ -50,7 +53,7 @@ STEPS, ROUNDS = 256, 2
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
 SERVING = dict(requests=256, prompt=802, answer=168, running=64, step_tokens=2048)
 RATED = "serving at a rate"
-NARROW = "narrow states"
+NARROW, QUANTISED = "narrow states", "8-bit caches"
 LINES = [(1, 2000), (16, 2000), (64, 1000), (1, 30_000), (16, 8000)]  # (batch, context)
 PROFILED, PROFILED_STEPS = [(16, 2000), (1, 30_000)], 16
 NAMED = 10  # kernels of a line in the table
@@ -120,21 +123,23 @@ class Ours:
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
-def write_config(folder, model):
-    """The folder that vLLM reads: the configuration of a shape, for float16."""
+def write_config(folder, model, dtype="float16"):
+    """The folder that vLLM reads: the configuration of a shape."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = config_of(model)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.dtype = "float16"
+    config.dtype = dtype
     config.save_pretrained(folder / "vllm")
     return folder / "vllm"
 
 
 class Vllm:
-    def __init__(self, folder, model, narrow_states):
-        self.model = write_config(folder, model)
+    def __init__(self, folder, model, narrow_states, fp8_cache):
+        # Its kernels for fp8 caches write bfloat16.
+        self.model = write_config(folder, model, "bfloat16" if fp8_cache else "float16")
         self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
+        self.cache = "fp8" if fp8_cache else "auto"
 
     def open(self, running, step_tokens):
         from vllm import LLM
@@ -156,6 +161,7 @@ class Vllm:
             gpu_memory_utilization=0.6,
             disable_log_stats=True,
             mamba_ssm_cache_dtype=self.states,
+            kv_cache_dtype=self.cache,
             **({"profiler_config": profiler} if self.traces else {}),
         )
 
@@ -312,10 +318,12 @@ def measure(arguments):
     facts = json.loads((arguments.folder / "bench.json").read_text())
     model, ours = facts["model"], arguments.side == "ours"
     narrow = facts.get("narrow_states", False) if ours else arguments.narrow_states
-    sides = {"ours": lambda: Ours(arguments.folder), "vllm": lambda: Vllm(arguments.folder, model, narrow)}
+    quantised = facts.get("cache") is not None if ours else arguments.fp8_cache
+    sides = {"ours": lambda: Ours(arguments.folder), "vllm": lambda: Vllm(arguments.folder, model, narrow, quantised)}
     engine = (sides | {"genai": lambda: Genai(arguments.folder, model)})[arguments.side]()
     name = "kernels" if arguments.kernels else "rows"
-    lines = [(*line, NARROW if narrow else section) for *line, section in shapes(arguments.seed, arguments.drawn)]
+    own = NARROW if narrow else QUANTISED if quantised else None
+    lines = [(*line, own or section) for *line, section in shapes(arguments.seed, arguments.drawn)]
     serving = not arguments.no_serving
     rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, serving, arguments.rates)
     result = {
@@ -422,6 +430,7 @@ def main():
         command.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of the random lines, hexadecimal")
         command.add_argument("--drawn", type=int, default=8, help="random lines")
         command.add_argument("--narrow-states", action="store_true", help="vLLM's of hybrids; ours are as they were exported")
+        command.add_argument("--fp8-cache", action="store_true", help="vLLM's; ours are as they were exported")
         command.add_argument("--no-serving", action="store_true", help="steps and prompts alone")
         command.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, after serving")
         command.add_argument("--kernels", action="store_true", help="where two lines' time goes, in place of timings")

@@ -166,6 +166,7 @@ std::string cuda_error_text(int error) {
 
 Status cuda_status(const Call& call, const char* action, int error) {
   if (error == cudaSuccess) return {};
+  cudaGetLastError();  // it is reported here, not by the next launch
   Status status = call.invalid(error_text(action, static_cast<cudaError_t>(error)));
   status.code = Code::kCuda;
   return status;

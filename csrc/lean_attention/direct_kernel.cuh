@@ -27,8 +27,8 @@
 
 namespace leanfleet::lean_attention {
 
-constexpr int kDirectRows = 8;
-constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
+constexpr int kDirectRows = 8, kMostDirectRows = 16;  // of units, of up to 128 columns
+constexpr int kDirectBatch = 32;                      // up to which a warp sees at once whether all units are equal
 // Warps of a CTA of DirectKernel, with units of so many rows: as many as registers suffice for, of which the output of 16 rows takes
 // as many as that of 8 rows twice as wide.
 LEANFLEET_HD constexpr int direct_warps(int width, int rows) { return width * rows <= 128 * 8 ? 12 : 8; }
@@ -245,8 +245,8 @@ struct DirectCta {
   }
 
   // Part `part` of `parts` of a unit, of about as many tiles as the others. index: of its head, among those of all requests.
-  // args.plan.key_tile is kTokens.
-  __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int part, int parts) const {
+  // first_part: the number of the unit's first part, among those of all units. args.plan.key_tile is kTokens.
+  __device__ __forceinline__ DirectWork part_of_unit(int index, int row_tile, int first_part, int part, int parts) const {
     Unit unit;
     unit.index = quotient(index, args.kv_heads);
     unit.head = index - unit.index * args.kv_heads;
@@ -257,7 +257,7 @@ struct DirectCta {
     if (parts == 1) return work_of(unit, whole_segment(unit, 0));
     const int first = unit.tiles.begin, count = unit.tiles.end - first;
     const Span mine = {first + quotient(part * count, parts), first + quotient((part + 1) * count, parts)};
-    return work_of(unit, {mine, true, part, parts, slot_of(0, part)});
+    return work_of(unit, {mine, true, part, parts, slot_of(first_part, part)});
   }
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
@@ -1016,11 +1016,11 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks), 1)
 }
 
 // In shared memory of a CTA with one segment, before the warps' outputs [kWarps][rows][kScratchStride].
-template <class T, int kWidth, int kRows, int kOfWarps, bool kCut>
+template <class T, int kWidth, int kRows, int kOfWarps, bool kInCluster>
 struct alignas(16) OneSegmentShared {
   static constexpr int kWarps = kOfWarps;
   static constexpr int kInboxItems = inbox_items(kRows, kWidth);
-  char inbox[kCut ? kInboxItems * kInboxItemBytes : 16];
+  char inbox[kInCluster ? kInboxItems * kInboxItemBytes : 16];
   T staged[1][3][kRows][kWidth + 8];
   float row_power[1][kRows];
   float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
@@ -1029,12 +1029,12 @@ struct alignas(16) OneSegmentShared {
 };
 
 template <class T, int kWidth, int kRows>
-constexpr int one_segment_bytes(bool small, bool cut, int rows) {
+constexpr int one_segment_bytes(bool small, bool in_cluster, int rows) {
   constexpr int kSmall = one_segment_warps(kWidth, true), kLarge = one_segment_warps(kWidth, false);
-  const size_t fixed = small ? (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
-                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
-                             : (cut ? sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, true>)
-                                    : sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, false>));
+  const size_t fixed = small ? (in_cluster ? sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, true>)
+                                           : sizeof(OneSegmentShared<T, kWidth, kRows, kSmall, false>))
+                             : (in_cluster ? sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, true>)
+                                           : sizeof(OneSegmentShared<T, kWidth, kRows, kLarge, false>));
   return static_cast<int>(fixed) + direct_scratch_bytes<kWidth>(small ? kSmall : kLarge, rows);
 }
 
@@ -1043,13 +1043,17 @@ struct OneSegmentLaunch {
   Args args;
 };
 
-// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or, kCut, one
-// of the parts of a unit that the CTAs of a cluster share, whatever the lengths are.
-template <class T, int kWidth, int kRows, bool kSmall, bool kCut, int kKeys = kOfT, int kValues = kOfT>
+// Who has a unit: one CTA, those of a cluster, or any, of which the last to end merges the parts. Separate instances: code that
+// does not run takes time too, where the rest lies apart because of it.
+enum class UnitOf { kOneCta, kCluster, kAnyCtas };
+
+// The same for short contexts, with less code, which then takes longest: a CTA has one segment, a unit of kRows rows or one of its
+// parts, whatever the lengths are.
+template <class T, int kWidth, int kRows, bool kSmall, UnitOf kOf, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
     OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
-  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
+  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kOf == UnitOf::kCluster>;
   using Cta = DirectCta<T, kWidth, true, kKeys, kValues, kKeys == kOfT, Shared, true, kRows / 8>;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Cta::kTokens;
@@ -1064,22 +1068,24 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
           min32(args.group * args.tokens, kRows)};
   if constexpr (!Cta::kNarrow) cta.clear_rows();
   int unit = blockIdx.x, part = 0, parts = 1;
-  if constexpr (kCut) {
+  if constexpr (kOf != UnitOf::kOneCta) {
     parts = launch.parts;
     unit = quotient(blockIdx.x, parts);
     part = blockIdx.x - unit * parts;
+  }
 #if __CUDA_ARCH__ >= 900
+  if constexpr (kOf == UnitOf::kCluster) {
     if (threadIdx.x == 0) {
       mbarrier_init(shared_address(&shared.inbox_full), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
     cluster_arrive();
-#endif
   }
+#endif
   const int head = launch.row_tiles > 1 ? quotient(unit, launch.row_tiles) : unit;  // of all requests
   const int row_tile = unit - head * launch.row_tiles;
-  const DirectWork work = cta.part_of_unit(head, row_tile, part, parts);
+  const DirectWork work = cta.part_of_unit(head, row_tile, unit * parts, part, parts);
   // Rows of the query first: behind those of the caches they would queue.
   const bool rotates = args.rotary_half > 0;
   typename Cta::QueryChunks query;
@@ -1096,27 +1102,29 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
   __syncthreads();
   const Span rows = unit_rows(args, work.unit.request, row_tile);
   const int quads = args.value_width / 4, chunks = (rows.end - rows.begin) * quads;
-  if constexpr (kCut) {
+  // take(row of the unit, column, 4 columns of it joined) by all threads.
+  const auto for_chunks = [&](auto&& take) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
+      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
+      take(row, d, cta.join_scaled(work, row, d));
+    }
+  };
+  using Joined = const typename Cta::Joined&;
+  if constexpr (kOf == UnitOf::kAnyCtas) {
+    for_chunks([&](int row, int d, Joined x) { write_partial(args, work.segment.slot, row, d, x.output, x.max, x.sum); });
+    end_part<T>(args, work.unit, work.segment, work.first, cta.warp, kWarps);
+  } else if constexpr (kOf == UnitOf::kCluster) {
 #if __CUDA_ARCH__ >= 900
     const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Shared::kInboxItems,
                                 shared_address(&shared.inbox_full)};
     const ClusterShare share = cluster_share(args.value_width, rows, work.segment);
     cluster_wait();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
-      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_scaled(work, row, d);
-      send_part(inbox, share, 0, row, d, x.output, x.max, x.sum);
-    }
+    for_chunks([&](int row, int d, Joined x) { send_part(inbox, share, 0, row, d, x.output, x.max, x.sum); });
     merge_in_cluster<T>(args, work.unit, inbox, share, cta.warp, kWarps);
 #endif
   } else {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < chunks; i += 32 * kWarps) {
-      const int row = small_quotient(i, quads), d = (i - row * quads) * 4;
-      const auto x = cta.join_scaled(work, row, d);
-      write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum);
-    }
+    for_chunks([&](int row, int d, Joined x) { write_row<T>(args, work.unit, rows.begin + row, d, x.output, x.max, x.sum); });
   }
 }
 
@@ -1147,11 +1155,12 @@ auto for_direct_forms(const Args& args, F&& body) {
 using DirectKernelPointer = void (*)(DirectLaunch);
 
 // The kernel for caches of T and this embedding.
-template <class T, int kWidth>
+template <class T, int kWidth, int kBlocks>
 DirectKernelPointer direct_kernel(const Args& args) {
   // Without an embedding the one with it does nothing.
-  if (args.key_width != kWidth || args.value_width != kWidth) return DirectKernel<T, kWidth, true, kOfT, kOfT, true>;
-  return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
+  if (args.key_width != kWidth || args.value_width != kWidth) return DirectKernel<T, kWidth, true, kOfT, kOfT, true, kBlocks>;
+  return args.rotary_half > 0 ? DirectKernel<T, kWidth, true, kOfT, kOfT, false, kBlocks>
+                              : DirectKernel<T, kWidth, false, kOfT, kOfT, false, kBlocks>;
 }
 
 // That for these quantised caches.
@@ -1165,8 +1174,9 @@ DirectKernelPointer direct_narrow_kernel(const Args& args) {
 // How a launch cuts the work: as the plan says, or by clusters where it may be, with fewer of the SMs where ranges are short.
 enum class DirectCut { kPlan, kClusters, kClustersOfFew };
 
-// args.plan holds the tile; kWidth: 64 or 128. Compiled by direct_launch.cu.in, a source file a type.
-template <class T, int kWidth>
+// args.plan holds the tile; kWidth: 64 or 128; for units of 8 * kBlocks rows, 1 or 2. Compiled by direct_launch.cu.in, a source file
+// a type.
+template <class T, int kWidth, int kBlocks>
 int launch_direct(const Args& args, DirectCut cut, void* stream);
 
 // The same over quantised caches, for units of 8 * kBlocks rows: 1 or 2 for 64 and 128 columns, 1 for 256. Compiled by

@@ -344,7 +344,7 @@ OneSegmentDevice this_device(int sm_count) {
 
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
-  if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;
+  if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;  // also of those that are converted
   return for_wgmma_width(columns_of(args), [](auto width) { return WgmmaTile<decltype(width)::value>::kRows; });
 }
 
@@ -409,8 +409,11 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
   const auto of_tile = [&](auto width, auto tile) {
     return Ring{width, decltype(tile)::kTokens, decltype(tile)::slots_for(shared_bytes)};
   };
-  if (wgmma && rows > 16)
+  if (wgmma && rows > 16) {
+    if (has_narrow_cache(args))
+      return for_padded_width(args, [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value, true>{}); });
     return for_wgmma_width(columns_of(args), [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value>{}); });
+  }
   return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
     if (rows <= 8) return of_tile(w, MmaTile<kWidth, 8>{});
@@ -419,16 +422,21 @@ Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
   });
 }
 
-// Whether DirectKernel may run a plan, and the tokens that a CTA of it reads at once.
-bool is_direct(const Args& args, const Plan& plan) {
-  return has_narrow_cache(args) ? plan.directly : plan.row_tile == kDirectRows && padded_width(args) <= 128;
-}
-// The shared memory of DirectKernel over quantised caches, for units of so many rows.
-int narrow_direct_bytes(const Args& args, int rows) {
+// The shared memory of DirectKernel, for units of so many rows.
+int direct_bytes(const Args& args, int rows) {
   return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    return rows == 8 ? direct_shared_bytes<EitherHalf, kWidth, 1>(8) : direct_shared_bytes<EitherHalf, kWidth, 2>(16);
+    const auto of = [&](auto type) {
+      using T = decltype(type);
+      return rows <= 8 ? direct_shared_bytes<T, kWidth, 1>(8) : direct_shared_bytes<T, kWidth, 2>(16);
+    };
+    return has_narrow_cache(args) ? of(EitherHalf{}) : of(__half{});
   });
+}
+// Whether DirectKernel may run a plan in CTAs with so much shared memory, and the tokens that a CTA of it reads at once.
+bool is_direct(const Args& args, const Plan& plan, int shared_bytes) {
+  if (has_narrow_cache(args)) return plan.directly;
+  return plan.row_tile <= kMostDirectRows && padded_width(args) <= 128 && direct_bytes(args, plan.row_tile) <= shared_bytes;
 }
 int tokens_at_once(const Args& args, const Plan& plan) {
   return direct_tokens(padded_width(args), plan.row_tile, cache_bits(args));
@@ -474,7 +482,7 @@ bool merges_apart(const Args& args, const Plan& plan, bool forced) {
   const int64_t most = args.capacity / plan.key_tile / plan.min_range_work + 1;
   if (parts > most) parts = most;
   if (parts <= 1) return false;
-  const int64_t rounds = plan.row_tile > 16 && !has_narrow_cache(args) && takes_wgmma(args)
+  const int64_t rounds = plan.row_tile > 16 && (!has_narrow_cache(args) || plan.converts) && takes_wgmma(args)
                              ? ceil_div(rows, 64) * ceil_div(args.value_width, 128) * ceil_div(parts, 2)
                              : ceil_div(rows * ceil_div(args.value_width, 64), 8) * ceil_div(parts, 16);
   return forced || rounds > kMergeRounds;
@@ -495,6 +503,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
     plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
     return plan;
   }
+  const OneSegmentDevice device = this_device(sm_count);
   // The kernels for few rows count positions in 32 bits.
   const int tile = has_narrow_cache(args) ? 8192 / padded_width(args) : padded_width(args) == 64 ? 128 : 64;
   const int overhead = has_narrow_cache(args) ? kNarrowUnitOverhead : kUnitOverhead;
@@ -503,22 +512,24 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   if (has_narrow_cache(args)) {
     const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
-    plan.directly = direct_rows > 0 && narrow_direct_bytes(args, direct_rows) <= this_device(sm_count).shared_bytes;
-    plan.row_tile = plan.directly ? direct_rows : narrow_rows(rows);
+    plan.directly = direct_rows > 0 && direct_bytes(args, direct_rows) <= device.shared_bytes;
+    plan.converts = rows > 16 && may_convert(args) && takes_wgmma(args);
+    plan.row_tile = plan.directly ? direct_rows : plan.converts ? prompt_rows(args) : narrow_rows(rows);
     plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;
-  } else {
-    const bool wgmma = takes_wgmma(args);
-    if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
+  }
+  if (!has_narrow_cache(args) || plan.converts) {
+    const bool wgmma = takes_wgmma(args) && plan.row_tile > 16;
+    plan.unit_overhead = wgmma ? kWgmmaUnitOverhead : kUnitOverhead;
     plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
-    if (wgmma && plan.row_tile > 16 && forced.ranges == 0) choose_dealing(args, plan);
+    if (wgmma && forced.ranges == 0) choose_dealing(args, plan);
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short; or where a part is read at once.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
   const int64_t tiles = args.capacity / plan.key_tile;
-  const bool read_at_once = is_direct(args, plan) && args.capacity <= parts * tokens_at_once(args, plan);
+  const bool read_at_once = is_direct(args, plan, device.shared_bytes) && args.capacity <= parts * tokens_at_once(args, plan);
   // Whether such a part is less than a range, in which units cost something too.
   const bool few_tiles = plan.directly && tiles * sm_count <= (tiles + plan.unit_overhead) * busy;
   if (forced.ranges == 0 && parts > 0 && tiles < 1 << 19 &&
@@ -530,7 +541,6 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const bool pieces = args.short_tokens > 0 && args.tokens != args.short_tokens;
   if ((has_narrow_cache(args) && !plan.directly) || pieces || forced.ranges > 0) return plan;
   const int width = padded_width(args);
-  const OneSegmentDevice device = this_device(sm_count);
   int way = forced.way;
   if (way == kAnyWay) way = choose_one_segment(args, width, device);
   else if (way >= 0 && !can_take(device, short_call(args, width), kOneSegmentWays[way])) way = -1;
@@ -566,7 +576,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // contexts in one piece are read faster by TMA.
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once(args, args.plan);
   const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew : clusters ? DirectCut::kClusters : DirectCut::kPlan;
-  if (has_narrow_cache(args)) {
+  if (has_narrow_cache(args) && !args.plan.converts) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     if (!args.plan.directly) return then_merge(launch_narrow(args, max_shared_bytes, stream));
     return for_padded_width(args, [&](auto w) {
@@ -590,10 +600,14 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  if (is_direct(args, args.plan) && (few_tokens || args.cache_kind == kPaged))
+  // Of 16 rows and 128 columns TMA and the ring are faster too.
+  const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
+  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages))
     return then_merge(for_type(args, [&](auto type) {
-      return width == 64 ? launch_direct<decltype(type), 64>(args, cut, stream)
-                         : launch_direct<decltype(type), 128>(args, cut, stream);
+      using T = decltype(type);
+      if (args.plan.row_tile > kDirectRows)
+        return width == 64 ? launch_direct<T, 64, 2>(args, cut, stream) : launch_direct<T, 128, 2>(args, cut, stream);
+      return width == 64 ? launch_direct<T, 64, 1>(args, cut, stream) : launch_direct<T, 128, 1>(args, cut, stream);
     }));
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
@@ -610,7 +624,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};
-  loads.tensor_maps = code_version(device) >= 90 && loads.box_tokens >= 16 &&
+  loads.tensor_maps = !args.plan.converts && code_version(device) >= 90 && loads.box_tokens >= 16 &&
                       encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width, args.key_cache_elements,
                                  loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
@@ -626,9 +640,12 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   const int error = for_type(args, [&](auto type) {
     using T = decltype(type);
+    if (args.plan.converts)
+      return for_padded_width(
+          args, [&](auto w) { return launch_wgmma<T, decltype(w)::value, true>(args, loads, key_map, value_map, stream); });
     if (wgmma)
       return for_wgmma_width(columns_of(args), [&](auto w) {
-        return launch_wgmma<T, decltype(w)::value>(args, loads, key_map, value_map, stream);
+        return launch_wgmma<T, decltype(w)::value, false>(args, loads, key_map, value_map, stream);
       });
     return for_padded_width(args, [&](auto w) {
       return launch_mma<T, decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
@@ -653,15 +670,19 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
-    args.follows_append = !args.packed_tokens && code_version(device) >= 90;
+    // Who reads old rows before the append has ended must not have a new row's sector of 32 bytes in L1 then.
+    const bool whole_sectors = aligned(args.key_cache, 32) && aligned(args.value_cache, 32);
+    args.follows_append = !args.packed_tokens && code_version(device) >= 90 && whole_sectors;
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const auto launches = [&](const Args& part) { return part.plan.directly || narrow_fits(part, max_shared_bytes); };
+  const auto launches = [&](const Args& part) {
+    return part.plan.directly || part.plan.converts || narrow_fits(part, max_shared_bytes);
+  };
   const bool fits = half && by_16_bytes && launches(args) && (args.short_tokens == 0 || launches(short_launch(args)));
   const bool rotates = args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
   const bool directly = args.plan.directly || (args.short_tokens > 0 && args.short_plan.directly);
-  if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
+  if (args.rotary_half > 0 && (!fits || args.plan.converts || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
     args.follows_append = false;

@@ -61,10 +61,12 @@ struct Plan {
                               // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
   bool merge_apart = false;   // CUDA: a launch of its own merges units, in place of their last contributor; see merge.cu
-  // CUDA: so many CTAs, a cluster if several, share a unit, whatever the lengths; 0: no such rule. See OneSegmentKernel.
+  // CUDA: so many CTAs share a unit, whatever the lengths; 0: no such rule. See OneSegmentKernel.
   int32_t one_segment = 0;
-  bool small_ctas = false;  // these are small
-  bool directly = false;    // CUDA: quantised caches are read straight into registers, by DirectKernel
+  bool small_ctas = false;   // these are small
+  bool last_merges = false;  // the last of them to end merges their parts; else several are a cluster
+  bool directly = false;     // CUDA: quantised caches are read straight into registers, by DirectKernel
+  bool converts = false;     // CUDA: they become tiles of the query's type in shared memory, by WgmmaKernel
 };
 
 // A unit that a range begins and does not finish, for a merge apart.

@@ -26,6 +26,7 @@
 #include <type_traits>
 
 #include "lean_attention/cluster.cuh"
+#include "lean_attention/narrow.cuh"
 
 namespace leanfleet::lean_attention {
 
@@ -64,7 +65,7 @@ template <int kWidth, int kUnitRows>
 struct MmaTile {
   static constexpr int kRows = kUnitRows;
   static constexpr bool kSplitTokens = kRows <= 16;
-  static constexpr bool kDeals = false;
+  static constexpr bool kDeals = false, kConverts = false;
   using Position = std::conditional_t<kSplitTokens, uint32_t, int64_t>;
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
   static constexpr int kConsumerWarps = 8;
@@ -140,6 +141,9 @@ struct RingAddresses {
   Work* queue;
   char* queries;         // [kQueue][kQueuedQueryBytes]
   uint16_t* masked_out;  // [slots][kTokens / 16] paged caches: a bit for each token without a page
+  // Where quantised caches are converted: bytes of keys and of values on their way, [2][kTokens * kWidth], and the keys' scales,
+  // [slots / 2][kTokens] floats.
+  uint32_t stage, key_scales;
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -198,7 +202,7 @@ struct TileProducer {
     uint64_t policy;
     if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    if (loads.whole_tiles && copies) {
+    if (!Tile::kConverts && loads.whole_tiles && copies) {
       if (exists)
         for_each(range, [&](const Unit& unit, const Share& share) {
           if constexpr (Tile::kGroups == 1) copy_half_of_whole_tiles(unit, share.tiles, policy);
@@ -211,6 +215,7 @@ struct TileProducer {
       for_each(range, [&](const Unit& unit, const Share& share) {
         if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0);
         if (!copies) return;
+        if constexpr (Tile::kConverts) return convert_tiles(unit, share.tiles);
 #if __CUDA_ARCH__ >= 900
         if constexpr (Tile::kGroups == 1) {
           if (loads.fill_warps < warps) return copy_tiles_of_pages(unit, share.tiles, policy);
@@ -510,6 +515,203 @@ struct TileProducer {
     place.next();
   }
 #endif
+
+  // Quantised caches: each of 4 warps converts its part of a tile's tokens. Bytes of the next tile are on their way to where this
+  // lane has those of the tile it converts; a lane knows the row and scales of one token, of the tile after next its page. Keys
+  // become what their bytes stand for, and their scales, if these are not channels', go along; values are multiplied by theirs.
+  struct QuantisedRow {
+    uint32_t row;  // among all of a cache, the same of keys, of values and of their scales; kNoRow: nothing to read
+    bool missing;  // its page is outside the pool
+    float key_scale, value_scale;
+  };
+  static constexpr uint32_t kNoRow = UINT32_MAX;
+  __device__ __forceinline__ void convert_tiles(const Unit& unit, Span tiles) {
+    if (tiles.begin >= tiles.end) return;
+    constexpr int kPerWarp = kTokens / 4;
+    const Span seen = unit_keys(args, unit.request, unit.row_tile);
+    const int of_tile = warp * kPerWarp + lane % kPerWarp;
+    int page = quantised_page(unit, seen, tiles.begin * kTokens + of_tile);
+    QuantisedRow now = quantised_row(unit, seen, tiles.begin * kTokens + of_tile, page);
+    for_form(args.key_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, false>(now); });
+    for_form(args.value_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, true>(now); });
+    page = quantised_page(unit, seen, (tiles.begin + 1) * kTokens + of_tile);
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      // Behind the last tile nothing is seen.
+      const Span ahead = tile + 1 < tiles.end ? seen : Span{0, 0};
+      const QuantisedRow next = quantised_row(unit, ahead, (tile + 1) * kTokens + of_tile, page);
+      page = quantised_page(unit, seen, (tile + 2) * kTokens + of_tile);
+      for_form(args.key_scales.form,
+               [&](auto form) { convert_rows<decltype(form)::value, false, false>(unit.head, now, next); });
+      if (args.value_scales.kind == kPerChannel)
+        for_form(args.value_scales.form,
+                 [&](auto form) { convert_rows<decltype(form)::value, true, true>(unit.head, now, next); });
+      else
+        for_form(args.value_scales.form,
+                 [&](auto form) { convert_rows<decltype(form)::value, true, false>(unit.head, now, next); });
+      now = next;
+    }
+  }
+
+  // The page of a position, or -1; 0 where there are none.
+  __device__ __forceinline__ int quantised_page(const Unit& unit, Span seen, int position) const {
+    if (args.cache_kind != kPaged) return 0;
+    if (position < seen.begin || position >= seen.end) return -1;
+    const int64_t at = static_cast<int64_t>(unit.request.b) * args.pages_per_request + quotient(position, args.block);
+    const int found = args.block_table[at];
+    return static_cast<unsigned>(found) < static_cast<unsigned>(args.num_pages) ? found : -1;
+  }
+
+  __device__ __forceinline__ QuantisedRow quantised_row(const Unit& unit, Span seen, int position, int page) const {
+    const auto in_rows = [](int64_t numbers) { return static_cast<uint32_t>(static_cast<uint64_t>(numbers) / Tile::kColumns); };
+    const CacheStrides& strides = args.key_strides;
+    if (position < seen.begin || position >= seen.end) return {kNoRow, false, 0.0f, 0.0f};
+    if (page < 0) return {kNoRow, true, 0.0f, 0.0f};
+    uint32_t row = unit.head * in_rows(strides.head);
+    if (args.cache_kind == kPaged)
+      row += page * in_rows(strides.page) + (position - quotient(position, args.block) * args.block) * in_rows(strides.token);
+    else row += unit.request.b * in_rows(strides.batch) + (unit.request.start + position) * in_rows(strides.token);
+    const auto scale = [&](const Scales& scales) {
+      return scales.kind == kPerToken ? __ldcg(scales.in + row) : scales.kind == kPerTensor ? scales.in[0] : 1.0f;
+    };
+    return {row, false, scale(args.key_scales), scale(args.value_scales)};
+  }
+
+  // A lane has 16 bytes of a row in a pass.
+  template <CacheForm kForm>
+  struct StagedRows {
+    static constexpr int kRowChunks = Tile::kColumns / (kForm == kInt4 ? 32 : 16), kRowBytes = kRowChunks * 16;
+    static constexpr int kPasses = kTokens / 4 * kRowChunks / 32, kRowsOfPass = 32 / kRowChunks;
+    static_assert(32 % kRowChunks == 0 && kPasses > 0);
+  };
+  // Where nobody else looks, 2048 bytes from one pass to the next.
+  __device__ __forceinline__ uint32_t staged(bool values) const {
+    return ring.stage + (values ? kTokens * Tile::kColumns : 0) + (warp * 32 + lane) * 16;
+  }
+  // to: of a pass. from: the cache, and of its rows this lane's chunk.
+  template <CacheForm kForm>
+  __device__ __forceinline__ void fetch_row(const QuantisedRow& rows, int of_warp, uint32_t to, const char* from) const {
+    const uint32_t row = __shfl_sync(kFullWarp, rows.row, of_warp);
+    const bool exists = row != kNoRow;
+    const char* at;
+    asm("mad.wide.u32 %0, %1, %2, %3;"
+        : "=l"(at)
+        : "r"(exists ? row : 0u), "n"(StagedRows<kForm>::kRowBytes), "l"(reinterpret_cast<uint64_t>(from)));
+    cp_async(to, at, exists ? 16 : 0);
+  }
+  template <CacheForm kForm, bool kValues>
+  __device__ __forceinline__ const char* first_chunk() const {
+    const char* const cache = static_cast<const char*>(kValues ? args.value_cache : args.key_cache);
+    return cache + lane % StagedRows<kForm>::kRowChunks * 16;
+  }
+  template <CacheForm kForm, bool kValues>
+  __device__ __forceinline__ void fetch_rows(const QuantisedRow& rows) const {
+    using Rows = StagedRows<kForm>;
+#pragma unroll 1
+    for (int pass = 0; pass < Rows::kPasses; ++pass)
+      fetch_row<kForm>(rows, pass * Rows::kRowsOfPass + lane / Rows::kRowChunks, staged(kValues) + pass * 2048,
+                       first_chunk<kForm, kValues>());
+    cp_async_commit();
+  }
+
+  // 8 numbers, of words `piece` of 16 bytes, or 2 words of 8 bits, as pairs of halves.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ void halves_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
+    if constexpr (kForm == kInt4) {
+      uint32_t x[4];
+      nibble_pairs(word_of(bytes, piece), x);
+      pairs[0] = __byte_perm(x[0], x[1], 0x5410), pairs[1] = __byte_perm(x[2], x[3], 0x5410);
+      pairs[2] = __byte_perm(x[0], x[1], 0x7632), pairs[3] = __byte_perm(x[2], x[3], 0x7632);
+    } else {
+      uint32_t x[2];
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        row_pairs<kForm>(word_of(bytes, 2 * piece + w), x);
+        pairs[2 * w] = x[0], pairs[2 * w + 1] = x[1];
+      }
+    }
+  }
+  // The same of T.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ void numbers_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && kForm == kInt8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? 0x4342u : 0x4140u);
+      return;
+    }
+    halves_of_piece<kForm>(bytes, piece, pairs);
+    if constexpr (!std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+        pairs[i] = pack_pair(T{}, x.x, x.y);
+      }
+    }
+  }
+
+  // This lane's chunks of a slot, from where they are staged, and the same of the next tile to there.
+  template <CacheForm kForm, bool kValues, bool kOfChannels>
+  __device__ __forceinline__ void convert_rows(int head, const QuantisedRow& now, const QuantisedRow& next) {
+    using Rows = StagedRows<kForm>;
+    constexpr int kPerWarp = kTokens / 4, kPieces = kForm == kInt4 ? 4 : 2;
+    // Those of the other kind were asked for last.
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    uint32_t stage = staged(kValues);
+    uint32_t of_warp = static_cast<uint32_t>(lane) / Rows::kRowChunks;  // unsigned: for short remainders
+    const int first_piece = lane % Rows::kRowChunks * kPieces, token = warp * kPerWarp + of_warp;
+    uint32_t to = acquire() + (first_piece / 8 * kTokens + token) * 128;
+    uint64_t from = reinterpret_cast<uint64_t>(first_chunk<kForm, kValues>());
+    asm volatile("" : "+r"(stage), "+r"(to), "+l"(from), "+r"(of_warp));  // else they are worked out again in each pass
+    const float* const channels = args.value_scales.in + static_cast<int64_t>(head) * Tile::kColumns + 8 * first_piece;
+#pragma unroll 2
+    for (int pass = 0; pass < Rows::kPasses; ++pass) {
+      const uint32_t row = of_warp + pass * Rows::kRowsOfPass;
+      const uint4 bytes = load_16_bytes(stage + pass * 2048);
+      const float scale = kValues && !kOfChannels ? __shfl_sync(kFullWarp, now.value_scale, row) : 1.0f;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        uint32_t pairs[4];
+        if constexpr (kValues) {
+          halves_of_piece<kForm>(bytes, piece, pairs);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+            x.x *= kOfChannels ? channels[8 * piece + 2 * i] : scale;
+            x.y *= kOfChannels ? channels[8 * piece + 2 * i + 1] : scale;
+            pairs[i] = pack_pair(T{}, x.x, x.y);
+          }
+        } else {
+          numbers_of_piece<kForm>(bytes, piece, pairs);
+        }
+        // Lines of 64 columns, 8 pieces, swizzled by the token.
+        const int place_of_piece = (first_piece + piece) % 8 ^ row % 8;
+        store_16_bytes(to + pass * Rows::kRowsOfPass * 128 + place_of_piece * 16,
+                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+      }
+      fetch_row<kForm>(next, row, stage + pass * 2048, reinterpret_cast<const char*>(from));
+    }
+    cp_async_commit();
+    if constexpr (!kValues) {
+      if (lane < kPerWarp) {
+        const uint32_t at = ring.key_scales + (place.slot / 2 * kTokens + warp * kPerWarp + lane) * 4;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(now.key_scale) : "memory");
+      }
+      if (args.cache_kind == kPaged) {
+        const unsigned bits = __ballot_sync(kFullWarp, now.missing && lane < kPerWarp);
+        if (lane == 0) {
+#pragma unroll
+          for (int t = 0; t < kPerWarp / 16; ++t)
+            ring.masked_out[place.slot * Tile::kSlices + warp * (kPerWarp / 16) + t] = bits >> (16 * t) & 0xffff;
+        }
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const uint32_t full = ring.full + place.slot * 8;
+    mbarrier_arrive(full);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full);
+    place.next();
+  }
 
   // A tile row by row with cp.async, each of the producer's warps a part of the tokens.
   __device__ __forceinline__ void gather_tile(const Unit& unit, Span keys, int begin, int new_begin) {

@@ -9,14 +9,24 @@ inline bool has_narrow_cache(const Args& args) {
   return args.key_scales.kind != kNoScale || args.value_scales.kind != kNoScale;
 }
 
+// Whether keys, values and scales of both lie in the same rows, which have one of a few widths and can be counted in 32 bits. Rows of
+// int4 are half as many bytes as numbers.
+inline bool has_plain_rows(const Args& args) {
+  if (args.key_scales.kind == kNoScale || args.value_scales.kind == kNoScale || args.key_width != args.value_width)
+    return false;
+  if (args.key_width != 64 && args.key_width != 128 && args.key_width != 256) return false;
+  return args.key_cache_elements / (args.key_width / 2) < int64_t{1} << 32;
+}
+
+// Whether many rows of a request may go to the kernel that makes tiles of the query's type of the caches, where there is wgmma. Its
+// logits are multiplied by a scale a token; scales of channels are factors of the query.
+inline bool may_convert(const Args& args) { return has_plain_rows(args) && args.key_scales.kind != kPerChannel; }
+
 // Rows of a unit, for so many of a request's head, in the kernel that reads the caches straight into registers
 // (direct_kernel.cuh); 0: it does not take them.
 inline int narrow_direct_rows(const Args& args, int64_t rows) {
-  if (args.key_scales.kind == kNoScale || args.value_scales.kind == kNoScale || args.key_width != args.value_width) return 0;
+  if (!has_plain_rows(args)) return 0;
   if (args.key_scales.form != kInt8 && args.key_scales.form != args.value_scales.form) return 0;
-  if (args.key_width != 64 && args.key_width != 128 && args.key_width != 256) return 0;
-  // It counts the rows of a cache in 32 bits. Those of int4 are half as many bytes as numbers.
-  if (args.key_cache_elements / (args.key_width / 2) >= int64_t{1} << 32) return 0;
   return rows <= 8 ? 8 : rows <= 16 && args.key_width <= 128 ? 16 : 0;
 }
 

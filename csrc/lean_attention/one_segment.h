@@ -24,20 +24,23 @@ LEANFLEET_HD constexpr int one_segment_tokens(int width, bool small, int bits) {
 }
 LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !small ? 1 : width > 128 ? 2 : 3; }  // of an SM
 // Bytes of shared memory of a CTA, at most.
-constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool cut) {
+constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool in_cluster) {
   const int warps = one_segment_warps(width, small);
-  const int inbox = cut ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
+  const int inbox = in_cluster ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
   return inbox + staged + 4 * rows + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
 }
 // Rows of a unit. width: columns of a row, or of the registers for them.
 inline int one_segment_rows(int width, int rows, bool narrow) { return rows <= 8 || width > 128 || narrow ? 8 : 16; }
 
+// CTAs of a unit: so many, a cluster if several; or as many as all run at once, of which the last to end merges the unit.
+constexpr int kAllAtOnce = 0;
 struct OneSegmentWay {
   bool small;
-  int parts;  // CTAs of a unit, a cluster if several
+  int parts;
 };
-constexpr OneSegmentWay kOneSegmentWays[] = {{true, 1},  {false, 1}, {false, 2}, {false, 4},
-                                             {false, 8}, {true, 4},  {true, 8},  {true, 16}};
+constexpr OneSegmentWay kOneSegmentWays[] = {{true, 1}, {false, 1}, {false, 2}, {false, 4},          {false, 8},
+                                             {true, 4}, {true, 8},  {true, 16}, {false, kAllAtOnce}, {true, kAllAtOnce}};
+constexpr int kMostParts = 64, kLeastKeys = 64;  // of a unit, of a part
 
 // Where lengths are known on the device alone, the estimates count on so many keys of those that there is room for, on average: where
 // a unit may have more than others, and where a schedule evens that out.
@@ -69,42 +72,56 @@ inline ShortCall short_call(const Args& args, int width) {
 }
 inline int one_segment_rows(const ShortCall& call) { return one_segment_rows(call.width, call.rows, call.narrow); }
 
+// CTAs of a unit.
+inline int one_segment_parts(const ShortCall& call, OneSegmentWay way, int sm_count) {
+  if (way.parts != kAllAtOnce) return way.parts;
+  const double units = std::fmax(call.units * ceil_div(call.rows, one_segment_rows(call)), 1.0);
+  const double at_once = std::floor(sm_count * one_segment_ctas(call.width, way.small) / units);
+  const double parts = std::fmin(std::fmin(at_once, std::floor(call.keys / kLeastKeys)), kMostParts);
+  return parts < 1.0 ? 1 : static_cast<int>(parts);
+}
+
 // Rounds of reads that the CTAs of a unit take.
-inline double one_segment_rounds(const ShortCall& call, OneSegmentWay way) {
-  const double rounds = call.keys / (way.parts * one_segment_tokens(call.width, way.small, call.bits));
+inline double one_segment_rounds(const ShortCall& call, bool small, int parts) {
+  const double rounds = call.keys / (parts * one_segment_tokens(call.width, small, call.bits));
   return rounds < 1.0 ? 1.0 : rounds;
 }
 
 // Fitted to caches of 16 bits and to quantised ones, in microseconds. The latter have no large CTAs, nor units of 16 rows.
 struct OneSegmentCosts {
-  double start[8], round[2][3], next_cta[2];  // of ways; of large and small CTAs by width
-  double many_rows;                           // of a round, with units of 16 rows
-  double again_per_us;                        // megabytes that the second and later units of a head read
+  double start[10], round[2][3], next_cta[2];  // of ways; of large and small CTAs by width
+  double many_rows;                            // of a round, with units of 16 rows
+  double again_per_us;                         // megabytes that the second and later units of a head read
 };
 struct ScheduledCosts {
   double start[5], tile[5], next_unit[2], unknown, read_per_us;  // by rows and width; megabytes
 };
-constexpr OneSegmentCosts kOneSegmentCosts[] = {
-    {{9.08, 9.36, 10.33, 10.28, 11.53, 10.85, 11.65, 14.08},
-     {{1.50, 1.20, 1.83}, {1.18, 1.13, 1.64}},
-     {4.13, 5.11},
-     1.54,
-     15.3},
-    {{8.19, 9.36, 10.33, 10.28, 11.53, 9.43, 9.95, 10.54}, {{1.50, 1.20, 1.83}, {0.72, 2.18, 1.45}}, {4.13, 4.38}, 1.54, 15.3}};
+constexpr OneSegmentCosts kOneSegmentCosts[] = {{{9.08, 9.02, 9.86, 9.82, 11.01, 10.95, 11.65, 14.21, 12.84, 12.50},
+                                                 {{1.59, 1.35, 2.00}, {1.19, 1.14, 1.67}},
+                                                 {3.88, 5.16},
+                                                 1.54,
+                                                 15.3},
+                                                {{8.04, 9.36, 10.33, 10.28, 11.53, 9.43, 9.26, 10.16, 12.00, 12.53},
+                                                 {{1.50, 1.20, 1.83}, {1.04, 2.22, 1.85}},
+                                                 {4.13, 4.25},
+                                                 1.54,
+                                                 15.3}};
 constexpr ScheduledCosts kScheduledCosts[] = {
-    {{14.65, 20.50, 23.30, 22.67, 28.75}, {0.23, 0.02, 0.40, 0.34, 0.55}, {6.09, 5.57}, 5.90, 19.0},
-    {{10.48, 17.99, 23.30, 12.93, 28.75}, {0.18, 0.02, 0.40, 0.34, 0.55}, {3.97, 0.13}, 3.71, 4.62}};
+    {{13.88, 16.49, 22.87, 22.06, 28.75}, {0.23, 0.02, 0.38, 0.34, 0.51}, {6.63, 5.37}, 6.40, 19.0},
+    {{11.48, 18.49, 23.3, 15.28, 28.75}, {0.26, 0.02, 0.40, 0.34, 0.55}, {4.70, 0.03}, 3.79, 6.23}};
 
 // Microseconds of OneSegmentKernel.
 inline double one_segment_us(const ShortCall& call, int way, int sm_count) {
   const OneSegmentCosts& costs = kOneSegmentCosts[call.narrow];
-  const auto [small, parts] = kOneSegmentWays[way];
+  const bool small = kOneSegmentWays[way].small, at_once = kOneSegmentWays[way].parts == kAllAtOnce;
+  const int parts = one_segment_parts(call, kOneSegmentWays[way], sm_count);
   const int row_tile = one_segment_rows(call), row_tiles = ceil_div(call.rows, row_tile);
   const int per_sm = one_segment_ctas(call.width, small);
   // Clusters stand in groups of 16 SMs or some more.
-  const double slots = parts == 1 ? sm_count * per_sm : 16 * per_sm / parts * parts * (sm_count < 18 ? 1 : sm_count / 18);
+  const double slots =
+      parts == 1 || at_once ? sm_count * per_sm : 16 * per_sm / parts * parts * (sm_count < 18 ? 1 : sm_count / 18);
   const double waves = call.units * row_tiles * parts / slots, quantised = (waves + std::ceil(waves)) / 2;
-  const double rounds = one_segment_rounds(call, kOneSegmentWays[way]), mean = call.known ? 1.0 : kMeanOfWhole;
+  const double rounds = one_segment_rounds(call, small, parts), mean = call.known ? 1.0 : kMeanOfWhole;
   const int width = call.width == 64 ? 0 : call.width == 128 ? 1 : 2;
   const double round = costs.round[small][width] * (row_tile > 8 ? costs.many_rows : 1.0);
   const double each = std::fmax(rounds * mean, 1.0) * round + costs.next_cta[small];
@@ -141,40 +158,49 @@ struct OneSegmentDevice {
 };
 
 inline bool can_take(const OneSegmentDevice& device, const ShortCall& call, OneSegmentWay way) {
-  return (way.parts == 1 || device.clusters) && (way.small || !call.narrow) &&
-         one_segment_shared_bytes(call.width, one_segment_rows(call), way.small, way.parts > 1) <= device.shared_bytes;
+  const bool in_cluster = way.parts != 1 && way.parts != kAllAtOnce;
+  if (call.narrow ? !way.small : way.small && way.parts == kAllAtOnce) return false;  // not compiled
+  return (device.clusters || !in_cluster) &&
+         one_segment_shared_bytes(call.width, one_segment_rows(call), way.small, in_cluster) <= device.shared_bytes;
 }
 
 // The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon.
 inline int choose_one_segment(const Args& args, int width, const OneSegmentDevice& device) {
   // The estimates have seen too little beyond these.
-  constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kLeastKeys = 64, kMostRounds = 8.0, kNearly = 0.9;
+  constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kMostRounds = 8.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
   const int row_tiles = ceil_div(call.rows, one_segment_rows(call));
   double least = kNearly * scheduled_us(call, device.sm_count);
   int chosen = -1;
   for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
-    const int parts = kOneSegmentWays[way].parts;
-    if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, kOneSegmentWays[way]) > kMostRounds) continue;
+    const OneSegmentWay taken = kOneSegmentWays[way];
+    const int parts = one_segment_parts(call, taken, device.sm_count);
+    if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, taken.small, parts) > kMostRounds) continue;
     if (parts > 1 && (call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
-    if (!can_take(device, call, kOneSegmentWays[way])) continue;
+    if ((taken.parts == kAllAtOnce && parts == 1) || !can_take(device, call, taken)) continue;
     const double us = one_segment_us(call, way, device.sm_count);
     if (us < least) least = us, chosen = way;
   }
   return chosen;
 }
 
-// The plan of a way. max_ranges is for the kernel without tensor cores, which takes tensors that are not aligned.
+// The plan of a way. max_ranges is for the kernel without tensor cores, which takes tensors that are not aligned, and for the parts
+// of units that the last to end merges.
 inline Plan one_segment_plan(const Args& args, int width, int way, int sm_count) {
+  const ShortCall call = short_call(args, width);
+  const bool at_once = kOneSegmentWays[way].parts == kAllAtOnce;
   Plan plan = {};
   plan.directly = cache_bits(args) < 16;
   plan.row_tile = one_segment_rows(width, args.group * args.tokens, plan.directly);
   plan.key_tile = warp_tokens(width, cache_bits(args));
   plan.max_ranges = sm_count;
   plan.min_range_work = 1;
-  plan.one_segment = kOneSegmentWays[way].parts;
+  plan.one_segment = one_segment_parts(call, kOneSegmentWays[way], sm_count);
   plan.small_ctas = kOneSegmentWays[way].small;
+  plan.last_merges = at_once;
+  if (at_once)
+    plan.max_ranges = max32(sm_count, args.batch * args.kv_heads * num_row_tiles(args, plan.row_tile) * plan.one_segment);
   return plan;
 }
 

@@ -5,16 +5,18 @@
 
 namespace leanfleet::lean_attention {
 
-template <class T, int kWidth, int kRows, bool kSmall, bool kCut, int kKeys = kOfT, int kValues = kOfT>
+template <class T, int kWidth, int kRows, bool kSmall, UnitOf kOf, int kKeys = kOfT, int kValues = kOfT>
 int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
-  const auto kernel = OneSegmentKernel<T, kWidth, kRows, kSmall, kCut, kKeys, kValues>;
-  static_assert(one_segment_bytes<T, kWidth, kRows>(kSmall, kCut, kRows) <=
-                one_segment_shared_bytes(kWidth, kRows, kSmall, kCut));
+  constexpr bool kInCluster = kOf == UnitOf::kCluster;
+  const auto kernel = OneSegmentKernel<T, kWidth, kRows, kSmall, kOf, kKeys, kValues>;
+  static_assert(one_segment_bytes<T, kWidth, kRows>(kSmall, kInCluster, kRows) <=
+                one_segment_shared_bytes(kWidth, kRows, kSmall, kInCluster));
   // The attributes belong to the kernel, which other threads launch too: they are the same for all calls.
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           one_segment_bytes<T, kWidth, kRows>(kSmall, kCut, kRows));
-  if (error == cudaSuccess && kCut) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+                                           one_segment_bytes<T, kWidth, kRows>(kSmall, kInCluster, kRows));
+  if (error == cudaSuccess && kInCluster)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) {
     cudaGetLastError();  // it is reported here, not by the next call
     return error;
@@ -26,13 +28,13 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   attributes[0].val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
   config.gridDim = dim3(static_cast<unsigned>(args.batch * args.kv_heads * row_tiles * parts));
   config.blockDim = dim3(32 * kWarps);
-  config.dynamicSmemBytes = one_segment_bytes<T, kWidth, kRows>(kSmall, kCut, min32(rows, kRows));
+  config.dynamicSmemBytes = one_segment_bytes<T, kWidth, kRows>(kSmall, kInCluster, min32(rows, kRows));
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = kCut ? 1 : 0;
-  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kCut>;
-  if (kCut && clusters_at_once<Shared>(reinterpret_cast<const void*>(kernel), config) == 0)  // a part of a GPU, say
-    return launch_ctas<T, kWidth, kRows, kSmall, false, kKeys, kValues>(args, 1, stream);
+  config.numAttrs = kInCluster ? 1 : 0;
+  using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kInCluster>;
+  if (kInCluster && clusters_at_once<Shared>(reinterpret_cast<const void*>(kernel), config) == 0)  // a part of a GPU, say
+    return launch_ctas<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>(args, 1, stream);
   if (args.follows_append) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
@@ -45,8 +47,12 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
 template <class T, int kWidth, int kRows, bool kSmall, int kKeys = kOfT, int kValues = kOfT>
 int launch_parts(const Args& args, cudaStream_t stream) {
   const int parts = args.plan.one_segment;
-  return parts > 1 ? launch_ctas<T, kWidth, kRows, kSmall, true, kKeys, kValues>(args, parts, stream)
-                   : launch_ctas<T, kWidth, kRows, kSmall, false, kKeys, kValues>(args, 1, stream);
+  if (parts == 1) return launch_ctas<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>(args, 1, stream);
+  // Of caches of T those are large CTAs.
+  if constexpr (kSmall == (kKeys != kOfT))
+    if (args.plan.last_merges)
+      return launch_ctas<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>(args, parts, stream);
+  return launch_ctas<T, kWidth, kRows, kSmall, UnitOf::kCluster, kKeys, kValues>(args, parts, stream);
 }
 
 }  // namespace leanfleet::lean_attention

@@ -195,7 +195,9 @@ Status check(const Call& call) {
   int64_t capacity = call.dims[kDimS];
   if (call.inputs[kBlockTable].present()) capacity = call.dims[kDimM] * call.dims[kDimBlock];
   else if (call.inputs[kCuSeqlens].present()) capacity = call.dims[kDimTotal];
+  const int64_t tokens = call.dims[kDimB] * call.dims[kDimNq];
   if (rows >= kMaxPositions) return refuse("query has H x Nq = ", rows, " rows a request");
+  if (tokens >= kMaxPositions) return refuse("query has B x Nq = ", tokens, " tokens");
   if (capacity >= kMaxPositions) return refuse("the cache holds ", capacity, " positions a request");
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
   const int64_t heads = call.dims[kDimB] * call.dims[kDimHkv];

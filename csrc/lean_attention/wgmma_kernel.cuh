@@ -15,10 +15,12 @@
 
 namespace leanfleet::lean_attention {
 
-template <int kWidth>
+// kConverts: of quantised caches, which four producer warps turn into T. They need the registers of a third warpgroup.
+template <int kWidth, bool kOfQuantised = false>
 struct WgmmaTile {
-  static constexpr bool kSplitTokens = false, kDeals = true;
-  static constexpr int kWarpgroups = kWidth == 64 ? 3 : 2, kGroupRows = 64;
+  static constexpr bool kSplitTokens = false, kDeals = true, kConverts = kOfQuantised;
+  static constexpr int kColumns = kWidth;
+  static constexpr int kWarpgroups = kWidth == 64 && !kConverts ? 3 : 2, kGroupRows = 64;
   static constexpr int kTokens = kWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
   static constexpr bool kTurns = kWidth <= 128;  // at issuing products; where these take longest it only delays them
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
@@ -30,9 +32,10 @@ struct WgmmaTile {
   static constexpr int kSlotBytes = kTokens * kStored * 2;
   static constexpr int kQueryBytes = kRows * kStored * 2;
   static constexpr int kSlices = kTokens / 16;
-  static constexpr int kSlotExtra = 16 + kSlices * 2;
+  static constexpr int kStageBytes = kConverts ? 2 * kTokens * kWidth : 0;
+  static constexpr int kSlotExtra = 16 + kSlices * 2 + (kConverts ? kTokens * 2 : 0);  // a float for every second slot's tokens
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(Work)) + 16);
-  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 1024;  // 1024: to align the ring
+  static constexpr int kFixedBytes = kQueryBytes + kStageBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
   static int slots_for(int shared_bytes) {
@@ -70,9 +73,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
 
 // A warpgroup: `group` 0, 1 or 2, with rows 64 * group and on of every unit; `warp` of the CTA's consumer warps. A
 // thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
-template <class T, int kWidth>
+template <class T, int kWidth, bool kConverts>
 struct WarpgroupConsumer {
-  using Tile = WgmmaTile<kWidth>;
+  using Tile = WgmmaTile<kWidth, kConverts>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
   using Scores = float[kTokens / 8][4];
@@ -366,8 +369,20 @@ struct WarpgroupConsumer {
     }
   }
 
+  // Products with bytes become logits.
+  __device__ __forceinline__ void multiply_by_scales(Scores& s) const {
+    const uint32_t from = ring.key_scales + (pair * kTokens + lane % 4 * 2) * 4;
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+      float x, y;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from + n * 32) : "memory");
+      s[n][0] *= x, s[n][1] *= y, s[n][2] *= x, s[n][3] *= y;
+    }
+  }
+
   // Caps and masks the logits of a tile unless it is plain. Gives keys back.
   __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
+    if constexpr (kConverts) multiply_by_scales(s);
     const uint4 missing = missing_tokens(all_there);
     if (kWidth != 128) release(keys_empty());
     if (tile >= plain.begin && tile < plain.end && all_there) return;
@@ -651,12 +666,12 @@ struct WarpgroupConsumer {
 
 #endif
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
+template <class T, int kWidth, bool kConverts>
+__global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts>::kThreads, 1)
     WgmmaKernel(const __grid_constant__ Args launch_args, const __grid_constant__ TileLoads loads,
                 const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = WgmmaTile<kWidth>;
+  using Tile = WgmmaTile<kWidth, kConverts>;
   Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
@@ -678,6 +693,11 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   at += 16 * loads.slots;
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
+  if constexpr (kConverts) {
+    ring.key_scales = shared_address(at);
+    at += Tile::kTokens * 2 * loads.slots;
+    ring.stage = shared_address(at);
+  }
 
   // Producers make the barriers and then go ahead; consumers wait until that is done and, if units are dealt, the first is told.
   if (warp >= Tile::kConsumerWarps) {
@@ -731,16 +751,16 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
     named_barrier(0, Tile::kThreads);
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args,  loads, ring, query + group * Tile::kGroupRows * Tile::kStored * 2,
-                                          group, warp,  lane};
+    WarpgroupConsumer<T, kWidth, kConverts> consumer{args,  loads, ring, query + group * Tile::kGroupRows * Tile::kStored * 2,
+                                                     group, warp,  lane};
     consumer.run();
   }
 #endif
 }
 
-// Launches the kernel for one element type and width (64, 96, 128, 192 or 256, at least D and Dv); args.plan holds the tile. Compiled by
-// wgmma_launch.cu.in, a source file a type.
-template <class T, int kWidth>
+// Launches the kernel for one element type and width (64, 96, 128, 192 or 256, at least D and Dv; kConverts: 64, 128 or 256, D and Dv);
+// args.plan holds the tile. Compiled by wgmma_launch.cu.in, a source file a type.
+template <class T, int kWidth, bool kConverts>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                  void* stream);
 

@@ -487,7 +487,7 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize("way", range(-1, 8))
+@pytest.mark.parametrize("way", range(-1, 10))
 @pytest.mark.parametrize("append", (False, True))
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_way_of_short_contexts(monkeypatch, dtype, append, way):

@@ -89,7 +89,7 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
 
 
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
-@pytest.mark.parametrize("way", (-1, 0, 5, 6, 7))
+@pytest.mark.parametrize("way", (-1, 0, 5, 6, 7, 9))
 def test_ways_of_short_contexts(monkeypatch, way, quant):
     """LEANFLEET_ONE_SEGMENT: a way of one_segment.h, of which some have clusters, or none of them."""
     monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", str(way))
@@ -97,6 +97,28 @@ def test_ways_of_short_contexts(monkeypatch, way, quant):
         if facts["D"] == facts["Dv"] and facts["D"] in (64, 128, 256):
             inputs, attrs = make_case(seed, VARIANTS[(seed + way) % 3], HALF[seed % 2], **facts, quant=quant)
             check(run, to_cuda(inputs), attrs, in_place=bool(attrs["append"]))
+
+
+# Prompts and pieces of more than 16 rows a head, of equal widths: on Hopper tiles become numbers of the query's type.
+PROMPTS = (
+    dict(lens=(300, 77), query_lens=(70, 65), Nq=70, H=6, Hkv=2, D=64, Dv=64, append=True, rotary=32),
+    dict(lens=(513,), Nq=200, H=4, Hkv=2, D=128, Dv=128, append=True, rotary=64, layout="bnhd"),
+    dict(lens=(260, 40, 3), query_lens=(40, 40, 0), Nq=40, H=7, Hkv=1, D=128, Dv=128, window=90, sinks=True, block=16),
+    dict(lens=(150, 65), Nq=33, H=4, Hkv=2, D=256, Dv=256, softcap=5.0, scale=-0.2, append=True, block=64),
+    dict(lens=(900, 1), query_lens=(20, 1), Nq=20, H=8, Hkv=2, D=64, Dv=64, causal=0, block=5),
+)
+
+
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts(variant, dtype, quant):
+    for seed, facts in enumerate(PROMPTS):
+        inputs, attrs = make_case(seed, variant, dtype, **facts, quant=quant)
+        inputs = to_cuda(inputs)
+        first = check(run, inputs, attrs, in_place=False)
+        again = run(inputs, attrs)
+        assert all(same_bits(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,7 +137,7 @@ def test_scales_and_pages(dtype):
     quantised_cases.check_pages_outside_the_pool(run, dtype, to_cuda)
 
 
-@pytest.mark.parametrize("D, way", ((128, -1), (128, 0), (128, 6), (256, -1), (256, 5)))
+@pytest.mark.parametrize("D, way", ((128, -1), (128, 0), (128, 6), (128, 9), (256, -1), (256, 5)))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_graph_takes_any_lengths(monkeypatch, variant, D, way):
     """A captured step that appends in place, with lengths that change between replays, and repeated. way: as above."""

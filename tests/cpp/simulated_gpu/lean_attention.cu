@@ -11,7 +11,7 @@ template <class T, int kWidth>
 int launch_mma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*) {
   return cudaErrorNotSupported;
 }
-template <class T, int kWidth>
+template <class T, int kWidth, bool kConverts>
 int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*) {
   return cudaErrorNotSupported;
 }
@@ -22,9 +22,9 @@ int launch_direct_kernel(const Args& args, DirectKernelPointer kernel, void* str
   kernel<<<args.plan.max_ranges, threads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
   return cudaGetLastError();
 }
-template <class T, int kWidth>
+template <class T, int kWidth, int kBlocks>
 int launch_direct(const Args& args, DirectCut, void* stream) {
-  return launch_direct_kernel<T, kWidth, 1>(args, direct_kernel<T, kWidth>(args), stream);
+  return launch_direct_kernel<T, kWidth, kBlocks>(args, direct_kernel<T, kWidth, kBlocks>(args), stream);
 }
 template <int kWidth, int kBlocks>
 int launch_direct_narrow(const Args& args, DirectCut, void* stream) {
@@ -34,16 +34,22 @@ int launch_direct_narrow(const Args& args, DirectCut, void* stream) {
 template <class T, int kWidth, int kRows>
 int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream) {
   const bool small = args.plan.small_ctas;
-  const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small);
+  const int row_tiles = num_row_tiles(args, kRows), threads = 32 * one_segment_warps(kWidth, small), parts = args.plan.one_segment;
   const int bytes = one_segment_bytes<T, kWidth, kRows>(small, false, min32(args.group * args.tokens, kRows));
-  kernel<<<args.batch * args.kv_heads * row_tiles, threads, bytes, static_cast<cudaStream_t>(stream)>>>({1, row_tiles, args});
+  kernel<<<args.batch * args.kv_heads * row_tiles * parts, threads, bytes, static_cast<cudaStream_t>(stream)>>>(
+      {parts, row_tiles, args});
   return cudaGetLastError();
+}
+template <class T, int kWidth, int kRows, bool kSmall, int kKeys = kOfT, int kValues = kOfT>
+int launch_parts(const Args& args, void* stream) {
+  const auto kernel = args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>
+                                                : OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>;
+  return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
 }
 template <class T, int kWidth, int kRows>
 int launch_rows(const Args& args, void* stream) {
-  const auto kernel =
-      args.plan.small_ctas ? OneSegmentKernel<T, kWidth, kRows, true, false> : OneSegmentKernel<T, kWidth, kRows, false, false>;
-  return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
+  return args.plan.small_ctas ? launch_parts<T, kWidth, kRows, true>(args, stream)
+                              : launch_parts<T, kWidth, kRows, false>(args, stream);
 }
 template <class T>
 int launch_one_segment(const Args& args, int width, void* stream) {
@@ -55,8 +61,7 @@ int launch_one_segment(const Args& args, int width, void* stream) {
 template <int kWidth>
 int launch_one_segment_narrow(const Args& args, void* stream) {
   return for_direct_forms(args, [&](auto keys, auto values) {
-    const auto kernel = OneSegmentKernel<EitherHalf, kWidth, 8, true, false, decltype(keys)::value, decltype(values)::value>;
-    return launch_ctas<EitherHalf, kWidth, 8>(args, kernel, stream);
+    return launch_parts<EitherHalf, kWidth, 8, true, decltype(keys)::value, decltype(values)::value>(args, stream);
   });
 }
 template int launch_one_segment<__half>(const Args&, int, void*);
@@ -64,9 +69,9 @@ template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
   template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
-  template int launch_wgmma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__half, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__nv_bfloat16, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+  template int launch_wgmma<T, kWidth, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
 LEANFLEET_INSTANCES(__half, 192)
@@ -76,10 +81,20 @@ LEANFLEET_INSTANCES(__nv_bfloat16, 128)
 LEANFLEET_INSTANCES(__nv_bfloat16, 192)
 LEANFLEET_INSTANCES(__nv_bfloat16, 256)
 #undef LEANFLEET_INSTANCES
-template int launch_direct<__half, 64>(const Args&, DirectCut, void*);
-template int launch_direct<__half, 128>(const Args&, DirectCut, void*);
-template int launch_direct<__nv_bfloat16, 64>(const Args&, DirectCut, void*);
-template int launch_direct<__nv_bfloat16, 128>(const Args&, DirectCut, void*);
+template int launch_wgmma<__half, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_direct<__half, 64, 1>(const Args&, DirectCut, void*);
+template int launch_direct<__half, 64, 2>(const Args&, DirectCut, void*);
+template int launch_direct<__half, 128, 1>(const Args&, DirectCut, void*);
+template int launch_direct<__half, 128, 2>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 64, 1>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 64, 2>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 128, 1>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 128, 2>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<64, 1>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<128, 1>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<256, 1>(const Args&, DirectCut, void*);
