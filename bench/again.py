@@ -101,6 +101,7 @@ MEASUREMENTS = (
     *(serving(s, b, g) for s, b in (("llama-1b", 16), ("llama-1b", 64), ("smollm2", 16)) for g in (False, True)),
     Measurement("cpu_avx2", CPU, ("kernels.cpu --isa avx2 --threads 2 --out OUT",)),
     Measurement("cpu_avx512", CPU, ("kernels.cpu --isa avx512 --threads 2 --out OUT",)),
+    Measurement("decoder_methods_cpu", CPU, ("models.decoder_methods --device cpu --batches 1 --out OUT",)),
     Measurement("gated_delta_rule_accuracy_cpu", CPU, ("kernels.delta_rule_accuracy --out OUT",)),
     Measurement("generate_cpu", CPU, ("models.generate --work WORK/generate --out OUT",)),
     Measurement("host_cost_cpu", CPU, ("kernels.host_cost --out OUT",)),

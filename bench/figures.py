@@ -26,7 +26,17 @@ from bench.kernels import (
     ort_cuda,
     sample_tokens,
 )
-from bench.models import end_to_end, hybrids, linearise, quantised_caches, quantised_weights, tensor_parallel, train_scale, vllm
+from bench.models import (
+    decoder_methods,
+    end_to_end,
+    hybrids,
+    linearise,
+    quantised_caches,
+    quantised_weights,
+    tensor_parallel,
+    train_scale,
+    vllm,
+)
 from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
 
 OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
@@ -73,6 +83,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu_avx2_epyc": dated("cpu_avx2_epyc", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512_epyc": dated("cpu_avx512_epyc", lambda r: cpu.table(r["machine"], r["rows"])),
     "decay_gates_h200": of("decay_gates_h200", decay_gates.table),
+    "decoder_methods_cpu": of("decoder_methods_cpu", decoder_methods.table),
     "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
     "gated_activation_h200": of("gated_activation_h200", lambda r: gated_activation.table(r["rows"])),
     "gated_delta_rule_accuracy_cpu": of("gated_delta_rule_accuracy_cpu", delta_rule_accuracy.table),

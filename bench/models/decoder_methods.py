@@ -1,25 +1,35 @@
 """Whole linear decoders, prompt by prompt, with each method of LeetDecoding in the place of their attention, in PyTorch.
 
     python -m bench.models.decoder_methods [--device cuda] [--models transnormer-7b,retnet-1.3b] [--layers 2] [--tokens 8192]
-        [--batches 1,2] [--dtype float32] [--methods auto,...] [--load FILE.py] [--limit 60] [--rounds 7] --out F.json
+        [--batches 1,2] [--dtype float32] [--methods auto,...] [--load FILE.py] [--limit 60] [--seconds S] [--rounds 7]
+        --out F.json
 
-After LeetDecoding's tables 7 and 8: TransNormerLLM-7B (hidden 4096, 32 heads of 128, feed-forward 11264) and a RetNet of 1.3B
-(2048, 8 heads, keys of 256, values of 512, feed-forward 4096), of which, as in its appendix A.1, the first two layers run, in
-float32, on prompts of 8,192 tokens at batch 1 and 2. On a CPU, by default: a TransNormerLLM of 1B (2048, 16 heads, 5632) and
-the RetNet, one layer, 2,048 tokens, three rounds. Weights and prompts are random. The model's code is LinearDecoder's for every
-method; its attention goes through causal_linear_decoder with tensors [B,H,N,D], and logits are the last token's.
+After LeetDecoding's tables 7 and 8: TransNormerLLM-7B (hidden 4096, 32 heads of 128, feed-forward 11008, as its released
+config.json has them) and a RetNet of 1.3B (2048, 8 heads, keys of 256, values of 512, feed-forward 4096), of which, as in its
+appendix A.1, the first two layers run, in float32, on prompts of 8,192 tokens at batch 1 and 2. On a CPU, by default: a
+TransNormerLLM of 1B (2048, 16 heads, 5632) and the RetNet, one layer, 2,048 tokens. Weights and prompts are
+random. The model's code is LinearDecoder's for every method; its attention goes through causal_linear_decoder with tensors
+[B,H,N,D], and logits are the last token's.
 
 Before it is timed a method's logits are compared with those of attention in float64: it may have 16 times the error that the
-plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns; seconds of a prompt are medians, spreads
-the median distances from them. A method whose first call takes more than --limit seconds is timed by that call alone. Memory:
-the most that PyTorch allocated on the GPU during a call beyond what was there before. Writes the JSON, and with its name and
-.md a table.
+plain chunked form has in the model's type (2 times, in 16 bits). Methods take turns, in another order each round: the call
+before moves a time. Seconds of a prompt are medians, spreads the median distances from them. Memory: the most that PyTorch
+allocated on the GPU during a call beyond what was there before.
+
+--limit: seconds for a method with one model and batch. One whose call is expected to take more, by calls on the first tokens,
+is left out; one that has no time for three rounds is timed by its first call alone, others have as many rounds as fit.
+--seconds: for everything; what has not begun by then is left out, and the rounds end. The JSON, and with its name and .md a
+table, are written after each method, so that a run that is cut off leaves what it had.
 """
 
 import argparse
 import datetime
+import gc
 import json
+import math
+import random
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,20 +38,22 @@ from typing import Any
 import torch
 
 from bench.models.end_to_end_linear import SHAPES, VOCABULARY
-from leanfleet import bench
+from leanfleet import bench, files
 from leanfleet.driver import Device
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, linear_decoder, reference
 
 MODELS = {
-    "transnormer-7b": dict(hidden_size=4096, num_attention_heads=32, feed_forward_size=11264, layers=30),
+    "transnormer-7b": dict(hidden_size=4096, num_attention_heads=32, feed_forward_size=11008, layers=30),
     "transnormer-1b": SHAPES["transnormer"],
     "retnet-1.3b": SHAPES["retnet"],
 }
 DEFAULTS = {
     "cuda": dict(models=["transnormer-7b", "retnet-1.3b"], layers=2, tokens=8192, rounds=7),
-    "cpu": dict(models=["transnormer-1b", "retnet-1.3b"], layers=1, tokens=2048, rounds=3),
+    "cpu": dict(models=["transnormer-1b", "retnet-1.3b"], layers=1, tokens=2048, rounds=7),
 }
 PLAIN = "lightning_torch"  # whose error in the model's type says what is allowed
+PROBE_TOKENS = 64  # of the first call that tells how long a method will take
+FEWEST = 3  # rounds
 Attention = Callable[..., torch.Tensor]
 
 
@@ -106,62 +118,181 @@ def beyond(call: Callable[[], Any], device: str) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def checked(name: str, model: LinearDecoder, prompts: torch.Tensor, expected: torch.Tensor, row: dict[str, Any], device: str):
-    """Fills a method's row: its status, its error, and the memory and seconds of a first call."""
+class Budget:
+    """limit: seconds for a method with one model and batch. total: for everything, from now on."""
+
+    def __init__(self, limit: float = math.inf, total: float = math.inf):
+        self.limit, self.total, self.until = limit, total, time.monotonic() + total
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.until
+
+    @property
+    def left(self) -> float:
+        """Seconds that a method may still take."""
+        return min(self.limit, self.until - time.monotonic())
+
+
+def call_of(name: str, model: LinearDecoder, prompts: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: logits(model, prompts, by_method(name))
+
+
+def expected_seconds(name: str, model: LinearDecoder, prompts: torch.Tensor, device: str, left: float) -> float:
+    """Of a call, by calls on the first tokens; 0 where it is below `left` for sure."""
+    clock, tokens, before, n = bench._Clock(device), prompts.shape[1], None, PROBE_TOKENS
+    while n < tokens:
+        call = call_of(name, model, prompts[:, :n])
+        seconds = min(clock.seconds(call) for _ in range(2))  # the first may load and compile things
+        if seconds * (tokens / n) ** 2 <= left:  # no method takes more than the square
+            return 0.0
+        if (total := bench._extrapolated(before, (n, seconds), tokens)) > left:
+            return total
+        n, before = 4 * n, (n, seconds)
+    return 0.0
+
+
+def why_not(name: str, model: LinearDecoder, prompts: torch.Tensor, device: str, budget: Budget) -> dict[str, str]:
+    """What a row says of a method that is not even called; empty for one that is."""
     method, heads = bench._method(name, "causal_linear_decay"), model.config.num_attention_heads
     sizes = model.config.all_keys(0) // heads, model.config.all_values() // heads
     shape = bench.Shape(len(prompts), heads, heads, prompts.shape[1], *sizes)
+    if budget.over:
+        return {"status": "left out", "reason": f"not begun: the {budget.total:g} s for everything were over"}
+    if device not in method.devices:
+        return {"status": "refused", "reason": f"it runs on {' and '.join(method.devices)} only"}
     if method.memory is not None and (needed := method.memory(shape)) > (free := bench._free_memory(device)):
-        row |= {"status": "refused", "reason": f"it needs {needed >> 20} MiB, {free >> 20} are free"}
-        return
-    clock, found = bench._Clock(device), []
+        return {"status": "refused", "reason": f"it needs {needed >> 20} MiB, {free >> 20} are free"}
+    left = budget.left
+    if (seconds := expected_seconds(name, model, prompts, device, left)) > left:
+        return {"status": "left out", "reason": f"about {seconds:.0f} s a call are expected, {left:.0f} s are left to it"}
+    return {}
+
+
+def emptied(device: str):
+    """Gives memory back that PyTorch keeps: it is free for the next method, whose peak is then its own."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def checked(
+    name: str,
+    model: LinearDecoder,
+    prompts: torch.Tensor,
+    expected: torch.Tensor,
+    row: dict[str, Any],
+    device: str,
+    budget: Budget,
+):
+    """Fills a method's row: its status, its error, and the memory and seconds of a first call."""
+    emptied(device)
+    clock, found, seconds = bench._Clock(device), [], []
+    call = call_of(name, model, prompts)
     try:
-        call = lambda: found.append(logits(model, prompts, by_method(name)))  # noqa: E731
-        row["peak_bytes"] = beyond(lambda: row.update(first_seconds=clock.seconds(call)), device)
-    except bench.REFUSALS as error:
-        row |= {"status": "refused", "reason": f"{type(error).__name__}: {error}"[:200]}
+        if told := why_not(name, model, prompts, device, budget):
+            row |= told
+            return
+        row["peak_bytes"] = beyond(lambda: seconds.append(clock.seconds(lambda: found.append(call()))), device)
+    except Exception as error:
+        status = "refused" if isinstance(error, bench.REFUSALS) else "failed"
+        row |= {"status": status, "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
         return
-    row["error"] = error_of(found[0], expected)
-    row["status"] = "ok" if row["error"] <= row["tolerance"] else "wrong"
+    error = error_of(found[0], expected)
+    row["error"] = error if math.isfinite(error) else None
+    if not error <= row["tolerance"]:
+        row |= {"status": "wrong", "reason": f"its error is {error:.1e}, {row['tolerance']:.1e} are allowed"}
+        return
+    row["status"] = "ok"
+    note(row, seconds, len(prompts))
 
 
-def timed(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, list[float]]:
-    """{name: seconds of each round}; the names take turns."""
-    clock, samples = bench._Clock(device), {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(clock.seconds(call))
-    return samples
+def note(row: dict[str, Any], samples: list[float], batch: int):
+    """The samples' median into a row."""
+    found = [s / batch for s in samples]
+    middle = statistics.median(found)
+    spread = statistics.median(abs(s - middle) for s in found)
+    row |= {"seconds": middle, "spread": spread, "samples": len(found)}
 
 
-def measure(model: LinearDecoder, prompts: torch.Tensor, names: list[str], dtype: str, device: str, limit: float, rounds: int):
-    """Rows of all methods on prompts [B,N]."""
-    expected = logits(model, prompts, in_float64)
-    plain = error_of(logits(model, prompts, by_method(PLAIN)), expected)
-    rows = {name: {"method": name, "tolerance": bench._tolerance(dtype, plain)} for name in names}
-    for name, row in rows.items():
-        checked(name, model, prompts, expected, row, device)
-    right = [name for name, row in rows.items() if row["status"] == "ok"]
-    quick = {n: (lambda n=n: logits(model, prompts, by_method(n))) for n in right if rows[n]["first_seconds"] <= limit}
-    samples = timed(quick, device, rounds)
-    for name in right:
-        found = [s / len(prompts) for s in samples.get(name, [rows[name]["first_seconds"]])]
-        middle = statistics.median(found)
-        spread = statistics.median(abs(s - middle) for s in found)
-        rows[name] |= {"seconds": middle, "spread": spread, "samples": len(found)}
-    return list(rows.values())
+def rounds_of(first: float, left: float, rounds: int) -> int:
+    """How many rounds a method has whose first call took so long; 0: that call is all."""
+    fit = int(min(rounds, max(left, 0) / max(first, 1e-9)))
+    return fit if fit >= min(FEWEST, rounds) else 0
+
+
+def order(names: list[str], turn: int) -> list[str]:
+    """Of a round: each has another one."""
+    return random.Random(turn).sample(names, len(names))
+
+
+def measure(
+    model: LinearDecoder,
+    prompts: torch.Tensor,
+    names: list[str],
+    dtype: str,
+    device: str,
+    budget: Budget,
+    rounds: int,
+    rows: list[dict[str, Any]],
+    save: Callable[[], None],
+):
+    """Fills `rows`, one for each method's name, on prompts [B,N]. save: called whenever a row has become more."""
+    tolerance = None
+    if not budget.over:
+        expected = logits(model, prompts, in_float64)
+        tolerance = bench._tolerance(dtype, error_of(logits(model, prompts, by_method(PLAIN)), expected))
+    turns = {}
+    for name, row in zip(names, rows, strict=True):
+        began = time.monotonic()
+        if tolerance is None:
+            row |= why_not(name, model, prompts, device, budget)
+        else:
+            row["tolerance"] = tolerance
+            checked(name, model, prompts, expected, row, device, budget)
+        save()
+        print(json.dumps(row), flush=True)
+        if row["status"] == "ok":
+            turns[name] = rounds_of(row["seconds"] * len(prompts), budget.limit - (time.monotonic() - began), rounds)
+    emptied(device)
+    clock, samples, row_of = bench._Clock(device), {name: [] for name in turns}, dict(zip(names, rows))
+    for turn in range(rounds):
+        for name in order([name for name, count in turns.items() if turn < count], turn):
+            if budget.over:
+                break
+            try:
+                samples[name].append(clock.seconds(call_of(name, model, prompts)))
+            except torch.OutOfMemoryError:  # its first call had the memory to itself
+                emptied(device)
+                turns[name] = 0
+            else:
+                note(row_of[name], samples[name], len(prompts))
+        save()
 
 
 def cell(row: dict[str, Any], column: str) -> str:
     if row["status"] != "ok":
         return row["status"]
     if column == "seconds":
-        return f"{row['seconds']:.4g}" + (" (one call)" if row["samples"] == 1 else "")
+        return f"{row['seconds']:.4g} " + ("(one call)" if row["samples"] == 1 else f"± {row['spread']:.2g}")
     return f"{row['peak_bytes'] / 2**30:.2f}"
 
 
+def reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines of what has no figures."""
+    found = {}
+    for row in rows:
+        if "reason" in row:
+            found.setdefault((row["method"], row["reason"]), []).append(f"batch {row['batch']}")
+    if found:
+        yield from ("", "Without figures:", "")
+        yield from (f"- {name}, {' and '.join(batches)}: {why}" for (name, why), batches in found.items())
+
+
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{report['date']}, {report['machine']['device']}, torch {report['machine']['torch']}."]
+    machine = report["machine"]
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    lines = [f"{report['date']}, {machine['device']}{threads}, torch {machine['torch']}."]
     for model in dict.fromkeys(row["model"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["model"] == model]
         batches = sorted({row["batch"] for row in rows})
@@ -172,7 +303,9 @@ def table(report: dict[str, Any]) -> str:
         lines += [f"| method | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
         for name in dict.fromkeys(row["method"] for row in rows):
             at = {row["batch"]: row for row in rows if row["method"] == name}
-            lines.append(f"| {name} | {' | '.join(cell(at[b], c) for c, _ in columns for b in batches)} |")
+            cells = [cell(at[b], c) if b in at else "" for c, _ in columns for b in batches]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines += reasons(rows)
     return "\n".join(lines) + "\n"
 
 
@@ -187,27 +320,35 @@ def main():
     parser.add_argument("--dtype", choices=list(bench.DTYPES), default="float32")
     parser.add_argument("--methods", type=words)
     parser.add_argument("--load", action="append", default=[], help="a file with more methods, as of leanfleet bench")
-    parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a method with one model and batch")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    budget = Budget(args.limit, args.seconds)
     for name, value in DEFAULTS[args.device].items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     for path in args.load:
         bench.load_file(path)
-    names, rows = args.methods or bench.methods(), []
+    report = {"date": datetime.date.today().isoformat(), "machine": bench._machine(Device.named(args.device))}
+    report |= {name: getattr(args, name) for name in ("dtype", "layers", "tokens")} | {"rows": []}
+
+    def save():
+        for path, text in ((args.out, json.dumps(report, indent=1) + "\n"), (args.out.with_suffix(".md"), table(report))):
+            with files.new_file(path) as new:
+                new.write_text(text)
+
+    names = args.methods or bench.methods()
     for name in args.models:
         model = build(name, args.layers, args.device, args.dtype)
         for batch in args.batches:
             prompts = torch.randint(VOCABULARY, (batch, args.tokens), generator=torch.Generator().manual_seed(batch))
-            found = measure(model, prompts.to(args.device), names, args.dtype, args.device, args.limit, args.rounds)
-            rows += [{"model": name, "batch": batch} | row for row in found]
-            print("\n".join(json.dumps(row) for row in rows[-len(found) :]), flush=True)
+            rows = [{"model": name, "batch": batch, "method": method, "status": "not begun"} for method in names]
+            report["rows"] += rows
+            measure(model, prompts.to(args.device), names, args.dtype, args.device, budget, args.rounds, rows, save)
         del model
-    report = {"date": datetime.date.today().isoformat(), "machine": bench._machine(Device.named(args.device))}
-    report |= {name: getattr(args, name) for name in ("dtype", "layers", "tokens")} | {"rows": rows}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(report))
+        emptied(args.device)
+    print(table(report), end="")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@
 The model follows Pythia (parallel residual, rotary encoding, GELU) with linear attention: 4 layers, hidden size 256, 4 heads
 of 64, context 2048, over bytes. The text is the Python documentation's topics and the standard library's modules, which
 every Python has. Each run of a seed starts from the same weights and sees the same data. plot_training.py draws the results.
+
+speed --graph also times all attentions with a whole step, optimizer and all, as one CUDA graph, which leaves the host out; the
+last losses of both stand in the rows. --profile adds the seconds of a step's kernels, by torch.profiler, to those of a step by
+the clock, of which the rest is the host's.
 """
 
 import argparse
@@ -88,6 +92,10 @@ MIXERS = {
     "fla": flash_linear_attention,
     "flash SDPA": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
 }
+
+
+ATTENTIONS = ("leanfleet", "flash SDPA", "fla", "pytorch")  # whose speeds are compared
+GRAPH = "CUDA graph"  # the mode of rows whose steps are
 
 
 class PeerAttention(LinearAttention):
@@ -176,34 +184,121 @@ def learning_rate(step, steps, peak=1e-3, least=5e-5, warmup=100):
     return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def train_one(mixer, autocast, seed, steps, train, validation, device):
-    """Trains one model; returns (model, losses of all steps, validation loss, tokens a second)."""
-    torch.manual_seed(seed)
-    model = build(mixer).to(device)
+class Steps:
+    """A model and its optimizer steps; graph: each is one CUDA graph (on the CPU the same without one)."""
+
+    def __init__(self, mixer, autocast, seed, device, graph=False):
+        torch.manual_seed(seed)
+        self.model, self.autocast, self.device, self.graph = build(mixer).to(device), autocast, device, graph
+        on_gpu = device.type == "cuda"
+        rate = torch.tensor(1e-3, device=device) if graph else 1e-3  # a graph reads it
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu, capturable=graph and on_gpu
+        )
+        self.captured = None
+
+    def plain(self, batch):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            logits = self.model(batch[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def back_to_start(self, weights):
+        for parameter, weight in zip(self.model.parameters(), weights):
+            parameter.copy_(weight)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def capture(self, batch):
+        """A call that takes a step on a batch, by replaying one. Everything is as before afterwards."""
+        weights, kept = [p.detach().clone() for p in self.model.parameters()], batch.clone()
+        if self.device.type != "cuda":
+            for _ in range(2):
+                self.plain(kept)
+            self.back_to_start(weights)
+            return self.plain
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.plain(kept)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.plain(kept)
+        self.back_to_start(weights)
+
+        def replayed(batch):
+            kept.copy_(batch)
+            graph.replay()
+            return loss.clone()
+
+        return replayed
+
+    def __call__(self, batch, rate):
+        """The loss of a step on a batch int64 [B,N+1], on the device."""
+        if self.graph and self.captured is None:
+            self.captured = self.capture(batch)
+        for group in self.optimizer.param_groups:
+            if self.graph:
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return (self.captured or self.plain)(batch)
+
+
+def batches_of(train, seed, steps, device):
     generator = torch.Generator().manual_seed(seed)
-    batches = [windows(train, BATCH, generator) for _ in range(steps)]
-    batches = torch.stack(batches).to(torch.uint8).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
-    losses = []
-    started = None
+    return torch.stack([windows(train, BATCH, generator) for _ in range(steps)]).to(torch.uint8).to(device)
+
+
+def train_one(mixer, autocast, seed, steps, train, validation, device, graph=False):
+    """Trains one model; returns (model, losses of all steps, validation loss, tokens a second)."""
+    take = Steps(mixer, autocast, seed, device, graph)
+    batches, losses, started = batches_of(train, seed, steps, device), [], None
     for step in range(steps):
         if step == min(10, steps - 1):
             synchronize(device)
             started = time.perf_counter(), step
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        batch = batches[step].long()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-            logits = model(batch[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        losses.append(take(batches[step].long(), learning_rate(step, steps)))
     synchronize(device)
     speed = (steps - started[1]) * BATCH * CONTEXT / (time.perf_counter() - started[0])
-    return model, torch.stack(losses).tolist(), validation_loss(model, validation, device), speed
+    return take.model, torch.stack(losses).tolist(), validation_loss(take.model, validation, device), speed
+
+
+def kernel_seconds(events):
+    """Of a profile's events, those of the GPU."""
+    return sum(e.self_device_time_total for e in events if e.device_type == torch.autograd.DeviceType.CUDA) / 1e6
+
+
+def busy_seconds(mixer, train, device, graph=False, warm=5, steps=10):
+    """Seconds of a training step in which the GPU runs kernels or copies, one after the other; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    take, batches = Steps(mixer, True, 0, device, graph), batches_of(train, 0, warm + steps, device)
+    for batch in batches[:warm]:
+        take(batch.long(), 1e-3)
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for batch in batches[warm:]:
+            take(batch.long(), 1e-3)
+        synchronize(device)
+    return kernel_seconds(profile.events()) / steps
+
+
+def busy_or_why(*args):
+    """busy_seconds, or None, after its reason is printed: speeds are not lost for it."""
+    try:
+        return busy_seconds(*args)
+    except Exception as error:
+        print(f"no profile: {type(error).__name__}: {error}"[:300], flush=True)
+        return None
 
 
 def synchronize(device):
@@ -304,22 +399,31 @@ def compare_speeds(args):
     for context in args.contexts:
         BATCH, CONTEXT = max(1, 16384 // context), context
         windows_ = validation_windows(validation)[:8]
-        speeds, refused = {m: [] for m in ("leanfleet", "flash SDPA", "fla", "pytorch")}, {}
+        ways = [(m, graph) for graph in ([False, True] if args.graph else [False]) for m in ATTENTIONS]
+        speeds, losses, refused = {way: [] for way in ways}, {}, {}
         for _ in range(args.rounds + 1):
-            for mixer in [m for m in speeds if m not in refused]:
+            for way in [way for way in ways if way not in refused]:
                 try:
-                    speeds[mixer].append(train_one(mixer, True, 0, args.steps, train, windows_, device)[3])
+                    found = train_one(way[0], True, 0, args.steps, train, windows_, device, graph=way[1])
                 except Exception as error:
-                    refused[mixer] = f"{type(error).__name__}: {error}"[:300]
-        for mixer, found in speeds.items():
-            row = {"context": context, "attention": mixer}
-            if mixer in refused:
-                row["refused"] = refused[mixer]
+                    refused[way] = f"{type(error).__name__}: {error}"[:300]
+                    continue
+                speeds[way].append(found[3])
+                losses[way] = statistics.fmean(found[1][-10:])
+                del found
+        for way, found in speeds.items():
+            row = {"context": context, "attention": way[0]} | ({"mode": GRAPH} if way[1] else {})
+            text = refused.get(way)
+            if text:
+                row["refused"] = text
             else:
-                row |= {"tokens_per_second": statistics.median(found[1:]), "rounds": found[1:]}
+                row |= {"tokens_per_second": statistics.median(found[1:]), "rounds": found[1:], "loss": losses[way]}
+                text = f"{row['tokens_per_second'] / 1e6:7.3f} M tokens/s, loss {row['loss']:.4f}"
+                if args.profile and (busy := busy_or_why(way[0], train, device, way[1])) is not None:
+                    row |= {"step_seconds": BATCH * CONTEXT / row["tokens_per_second"], "gpu_seconds": busy}
+                    text += f", a step {1e3 * row['step_seconds']:.2f} ms, of which the GPU is busy {1e3 * busy:.2f}"
             rows.append(row)
-            text = refused.get(mixer) or f"{row['tokens_per_second'] / 1e6:7.3f} M tokens/s"
-            print(f"context {context:6} {mixer:12} {text}", flush=True)
+            print(f"context {context:6} {way[0]:12} {GRAPH if way[1] else '':10} {text}", flush=True)
         args.out.write_text(
             json.dumps({**facts(device), "steps": args.steps, "fla_tuning": FLA_TUNING, "rows": rows}, indent=1) + "\n"
         )
@@ -436,7 +540,7 @@ def command_validate(args):
         raise SystemExit("the losses differ in the fourth digit")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     train = commands.add_parser("train")
@@ -451,6 +555,8 @@ def main():
     speed.add_argument("--rounds", type=int, default=3)
     speed.add_argument("--contexts", type=int, nargs="*", default=[2048, 8192])
     speed.add_argument("--device", default="cuda")
+    speed.add_argument("--graph", action="store_true", help="time steps as CUDA graphs too, all attentions alike")
+    speed.add_argument("--profile", action="store_true", help="also the time in which the GPU is busy, by torch.profiler")
     speed.set_defaults(command=command_speed)
     export = commands.add_parser("export")
     export.add_argument("checkpoint", type=Path)
@@ -462,7 +568,7 @@ def main():
     validate.add_argument("--providers", default="CPU")
     validate.add_argument("--out", type=Path)
     validate.set_defaults(command=command_validate)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.command(args)
 
 

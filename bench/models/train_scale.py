@@ -3,6 +3,7 @@
     python -m bench.models.train_scale train OUT.json --shape pythia-160m --ways ours,softmax,fla --gpus 4 --tokens 100e6
     python -m bench.models.train_scale speed OUT.json --shapes pythia-160m,pythia-410m,pythia-1.4b --gpus 4
     python -m bench.models.train_scale validate DIR --providers CPU,CUDA --into OUT.json    after train ... --checkpoint-to DIR
+    python -m bench.models.train_scale add OUT.json MORE.json    ways that were trained later, over the same text, on their own
 
 The shapes are Pythia's (parallel residual, rotary encoding of a quarter of each head, GELU, biases, head not tied), but for the
 vocabulary: bytes, 256 of them, so that pythia-160m has 85 million parameters, without the 77 million of Pythia's two tables of
@@ -22,7 +23,12 @@ file of 50 is held out. The JSON names both by hash: other machines have other t
 Clocks start with a way's model. setup_seconds is until its first step: weights, compilers, two steps that are forgotten.
 seconds are without validation. tokens_per_second: from the first step to the end; steady_tokens_per_second: by the median step.
 peak_bytes: PyTorch's allocator, the fullest GPU. OUT.json is written as it goes, with a table in OUT.md, so that a run that is
-cut off leaves what it had. A way that does not run is left out with the reason; a rank that fails later ends all.
+cut off leaves what it had: a way's curves and figures until its last validation. --limit-seconds ends everything cleanly. A way
+that does not run is left out with the reason; a rank that fails later ends all.
+
+The order of the text does not depend on how many GPUs share a batch, so that ways may be trained one by one: train ... --like
+OUT.json stops before it trains where the text, the order or the settings are not those of a report. add puts such rows into it.
+They say which run they are of; the plot has their losses, and sets neither their speeds nor their clock beside the others'.
 plot_training.py draws the results.
 """
 
@@ -656,6 +662,8 @@ def train_way(args, team, way, text, windows, order, row, save):
             train_parity.synchronize(team.device)
             seconds = start - begun - validated
             record(row["validation"], step, seconds, found)
+            if step:
+                row.update(summary(args, team, row, durations, validated, seconds))
             save()
             validated += time.perf_counter() - start
             marks = [mark(team.device)]
@@ -685,20 +693,28 @@ def train_way(args, team, way, text, windows, order, row, save):
                 row["stopped"] = f"the time was up after step {step + 1} of {steps}"
             if "stopped" in row:
                 break
-        row["seconds"] = time.perf_counter() - begun - validated
         validate(row["steps"])
-        steady = durations[WARM:] or durations
-        row |= {
-            "warmup_seconds": sum(durations[:WARM]),
-            "validation_seconds": validated,
-            "tokens_per_second": row["tokens"] / (row["seconds"] - row["setup_seconds"]),
-            "steady_tokens_per_second": args.batch * args.context / statistics.median(steady),
-            "peak_bytes": peak_bytes(team),
-            "final_validation": row["validation"]["loss"][-1],
-        }
+        row["validation_seconds"] = validated
         del row["unfinished"]
         if args.checkpoint_to and team.rank == 0:
             torch.save({n: t.cpu() for n, t in training.model.state_dict().items()}, args.checkpoint_to / f"{way}.pt")
+
+
+def summary(args, team, row, durations, validated, seconds):
+    """A way's figures at a validation, so many seconds after its start without earlier ones."""
+    steps = row["validation"]["step"][-1]
+    tokens = steps * args.batch * args.context
+    return {
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds,
+        "warmup_seconds": sum(durations[:WARM]),
+        "validation_seconds": validated,
+        "tokens_per_second": tokens / (seconds - row["setup_seconds"]),
+        "steady_tokens_per_second": args.batch * args.context / statistics.median(durations[WARM:] or durations),
+        "peak_bytes": peak_bytes(team),
+        "final_validation": row["validation"]["loss"][-1],
+    }
 
 
 def read_marks(team, marks, durations):
@@ -778,6 +794,8 @@ def work_train(args, team):
         "order_sha256": hashlib.sha256(order.numpy().tobytes()).hexdigest(),
         "rows": [],
     }
+    if args.like:
+        refuse_unlike(json.loads(args.like.read_text()), report, args.like)
     order = order.to(team.device)
     if args.checkpoint_to and team.rank == 0:
         args.checkpoint_to.mkdir(parents=True, exist_ok=True)
@@ -802,6 +820,43 @@ def work_train(args, team):
     team.say("done")
     if team.rank == 0:
         print(table(report), end="")
+
+
+# What reports must share so that their rows can stand in one table, and what a row says of a run of its own
+SHARED = "shape context batch_tokens steps_planned learning_rate arithmetic vocabulary settings order_sha256".split()
+OF_A_RUN = "date device gpus torch versions leanfleet_torch micro_batch compiled_outside_attention checkpointed".split()
+
+
+def unlike(report, other):
+    """Words on what two training reports do not share: settings, text, order."""
+    for name in SHARED:
+        if report[name] != other[name]:
+            yield f"{name.replace('_', ' ')} {other[name]} for {report[name]}"
+    for name, text in report["text"].items():
+        if isinstance(text, dict) and text != other["text"][name]:
+            yield f"{name} text of {other['text'][name]['bytes']} bytes in {other['text'][name]['files']} files, another one"
+
+
+def refuse_unlike(report, other, path):
+    if found := list(unlike(report, other)):
+        raise SystemExit(f"train_scale: this run is not like {path}: it has {'; '.join(found)}")
+
+
+def command_add(args, argv):
+    report, more = (json.loads(path.read_text()) for path in (args.into, args.more))
+    refuse_unlike(report, more, args.into)
+    there = {row["way"] for row in report["rows"]}
+    if known := [row["way"] for row in more["rows"] if row["way"] in there]:
+        raise SystemExit(f"train_scale: {args.into} has {', '.join(known)} already")
+    run = {name: more[name] for name in OF_A_RUN}
+    report["rows"] += [{"way": row["way"], "run": run} | row for row in more["rows"]]
+    write(args.into, report, table(report))
+    print(table(report), end="")
+
+
+def run_words(row):
+    """Of a row of another run than the report's: which one."""
+    return f"{row['run']['gpus']} x {row['run']['device']}, {row['run']['date']}" if "run" in row else ""
 
 
 def work_speed(args, team):
@@ -869,14 +924,16 @@ def table(report):
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
+        way = row["way"] + (f" ({run_words(row)})" if "run" in row else "")
         if "tokens_per_second" not in row:
-            lines.append(f"| {row['way']} | {row.get('refused') or 'unfinished'} | | | | | | | | |")
+            lines.append(f"| {way} | {row.get('refused') or 'unfinished'} | | | | | | | | |")
             continue
-        cells = [row["way"], row["attention"], f"{row['parameters'] / 1e6:.1f}M", row["steps"]]
+        cells = [way, row["attention"], f"{row['parameters'] / 1e6:.1f}M", row["steps"]]
         cells += [f"{row['seconds'] - row['setup_seconds']:.1f}", f"{row['setup_seconds']:.1f}"]
         cells += [f"{row[n]:,.0f}" for n in ("tokens_per_second", "steady_tokens_per_second")]
         loss = "" if row["final_validation"] is None else f"{row['final_validation']:.4f}"
-        cells += [gigabytes(row), f"{loss} ({row['stopped']})" if "stopped" in row else loss]
+        ended = f"cut off after step {row['steps']}" if "unfinished" in row else row.get("stopped")
+        cells += [gigabytes(row), f"{loss} ({ended})" if ended else loss]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     if checked := report.get("onnxruntime"):
         found = ", ".join(f"{name} {loss:.6f}" for name, loss in checked["losses"].items())
@@ -984,6 +1041,7 @@ def main(argv=None):
     train.add_argument("--validations", type=int, default=20, help="times (default: %(default)s)")
     train.add_argument("--validation-windows", type=int, default=32, help="of the context's length (default: %(default)s)")
     train.add_argument("--read-every", type=int, default=10, help="steps between readings of the loss (default: %(default)s)")
+    train.add_argument("--like", type=Path, metavar="OTHER.json", help="stop at once where text, order or settings are not its")
     train.add_argument("--checkpoint-to", type=Path, metavar="DIR", help="each way's weights, and the validation windows")
     train.set_defaults(command=lambda args, argv: on_all(args, argv, work_train))
     speed = commands.add_parser("speed", help="tokens a second and memory of a few steps")
@@ -1011,6 +1069,10 @@ def main(argv=None):
     validate.add_argument("--providers", default="CPU")
     validate.add_argument("--into", type=Path, metavar="OUT.json", help="where the losses go, such as train's report")
     validate.set_defaults(command=command_validate)
+    add = commands.add_parser("add", help="rows of ways that were trained on their own, over the same text")
+    add.add_argument("into", type=Path, metavar="OUT.json")
+    add.add_argument("more", type=Path, metavar="MORE.json")
+    add.set_defaults(command=command_add)
     args = parser.parse_args(argv)
     args.command(args, argv)
 

@@ -11,6 +11,7 @@ import json
 import statistics
 from pathlib import Path
 
+from bench.models import train_scale
 from leanfleet import plotting
 
 WIDTH = 25  # steps that a point of a curve is the mean of
@@ -107,23 +108,33 @@ def parity(result, out):
 def speed(result, out):
     """How fast does a small model train with each attention?"""
     groups, ratios = {}, {}
-    for context in dict.fromkeys(r["context"] for r in result["rows"]):
+    for context, mode in dict.fromkeys((r["context"], r.get("mode")) for r in result["rows"]):
         found = {
-            r["attention"]: r["tokens_per_second"] for r in result["rows"] if r["context"] == context and "refused" not in r
+            r["attention"]: r["tokens_per_second"]
+            for r in result["rows"]
+            if (r["context"], r.get("mode")) == (context, mode) and "refused" not in r
         }
-        groups[f"context of {plotting.tokens(context)} tokens"] = [
-            (NAMES[name], value / 1e6, name == "leanfleet") for name, value in found.items()
-        ]
+        heading = f"context of {plotting.tokens(context)} tokens" + (f", each step a {mode}" if mode else "")
+        if not found:
+            continue
+        groups[heading] = [(NAMES[name], value / 1e6, name == "leanfleet") for name, value in found.items()]
         for name, value in found.items():
-            ratios.setdefault(name, []).append(found["leanfleet"] / value)
-    title = (
-        f"A small model trains at {plotting.span(ratios['flash SDPA'])} the speed of flash SDPA and "
-        f"{plotting.span(ratios['fla'])} that of flash-linear-attention"
-    )
+            if "leanfleet" in found and name != "leanfleet":
+                ratios.setdefault(mode, {}).setdefault(name, []).append(found["leanfleet"] / value)
+
+    def compared(mode):
+        peers = [(name, ratios[mode][name]) for name in NAMES if name in ratios[mode]][:2]
+        first, *more = (f"{plotting.span(found)} the speed of {NAMES[name].split(' (')[0]}" for name, found in peers)
+        return " and ".join([first, *(words.replace("the speed", "that") for words in more)])
+
+    title = f"A small model trains at {compared(None)}"
     note = (
         f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians. In a "
         "model this small the host takes most of the time."
     )
+    for mode in ratios.keys() - {None}:
+        title += f"; with each step a {mode} at {compared(mode)}"
+        note = note.replace("the host takes most of the time.", f"the host takes most of the time, but for a {mode}.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:.2f}", "million tokens a second")
 
@@ -132,22 +143,26 @@ def measured(result, key="tokens_per_second"):
     return [row for row in result["rows"] if key in row]
 
 
-def scale_title(rows, context):
+def way_name(row):
+    return WAYS[row["way"]] + (f" ({train_scale.run_words(row)})" if "run" in row else "")
+
+
+def scale_title(result, context):
     """What it says of ours beside the others, if it is there."""
+    rows = measured(result)
     ours = next((row for row in rows if row["way"] == "ours"), None)
     others = [row for row in rows if row is not ours]
     if ours is None or not others:
         return f"Validation loss by tokens and by time, context {context}"
-    speeds = (
+    speeds = [
         f"{plotting.times(ours['steady_tokens_per_second'] / row['steady_tokens_per_second'])} the speed of {WAYS[row['way']]}"
         for row in others
-    )
+        if "run" not in row  # another day's clock is another one
+    ]
     end = "after the same tokens" if all(row["tokens"] == ours["tokens"] for row in others) else "at the end"
     losses = {WAYS[row["way"]]: row["final_validation"] for row in (ours, *others) if row["final_validation"] is not None}
-    return (
-        f"At a context of {context}, leanfleet trains at {' and '.join(speeds)}; loss {end}: "
-        f"{', '.join(f'{name} {loss:.3f}' for name, loss in losses.items())}"
-    )
+    trains = f"leanfleet trains at {' and '.join(speeds)}; loss" if speeds else "loss"
+    return f"At a context of {context}, {trains} {end}: {', '.join(f'{name} {loss:.3f}' for name, loss in losses.items())}"
 
 
 def scale(result, out):
@@ -161,12 +176,14 @@ def scale(result, out):
         "weights at the start, text and order. Points: held-out text. Lines: training. The clock starts with a way's first "
         "step; validation is not on it."
     )
-    with plotting.page(out, scale_title(rows, plotting.tokens(result["context"])), note, 5.2) as figure:
+    if any("run" in row for row in rows):
+        note += " Ways of another run, named in the legend, are not set beside its clock."
+    with plotting.page(out, scale_title(result, plotting.tokens(result["context"])), note, 5.2) as figure:
         by_tokens, by_clock = figure.subplots(2, 1)
         for number, row in enumerate(rows):
             look = {"color": plotting.SERIES[number % len(plotting.SERIES)]}
             style, marker = plotting.DASHES[number % len(plotting.DASHES)], plotting.MARKERS[number % len(plotting.MARKERS)]
-            for axes, unit in ((by_tokens, "step"), (by_clock, "seconds")):
+            for axes, unit in ((by_tokens, "step"), (by_clock, "seconds"))[: 1 if "run" in row else 2]:
                 for kind in ("train", "validation"):
                     series = row[kind]
                     points = [
@@ -179,13 +196,13 @@ def scale(result, out):
                     if kind == "train":
                         axes.plot(*zip(*points), style, linewidth=0.9, alpha=0.75, **look)
                     else:
-                        name = WAYS[row["way"]] if axes is by_tokens else None
+                        name = way_name(row) if axes is by_tokens else None
                         axes.plot(*zip(*points), marker, markersize=5, markeredgecolor=plotting.CARD, label=name, **look)
         by_tokens.set(title="loss, nats a byte, by millions of tokens", xlim=(0, None))
         by_clock.set(title="the same by seconds of training", xlabel="seconds", xlim=(0, None))
         for axes in (by_tokens, by_clock):
             axes.set_xticks([tick for tick in axes.get_xticks() if tick <= axes.get_xlim()[1]])
-        figure.legend(loc="outside lower center", ncols=len(rows), handletextpad=0.1)
+        figure.legend(loc="outside lower center", ncols=len(rows) if len(rows) < 4 else 2, handletextpad=0.1)
 
 
 def scale_speed(result, out):

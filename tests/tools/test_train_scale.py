@@ -144,6 +144,72 @@ def test_time_that_is_up_is_told(tmp_path, text):
     assert report["rows"] == [{"way": "ours", "refused": "not begun: the 0 s for everything were over"}]
 
 
+def test_a_run_that_is_killed_leaves_figures(tmp_path, monkeypatch, text):
+    """Until its last validation."""
+    train_scale = script("models.train_scale")
+    record, seen = train_scale.record, []
+
+    def killed(series, step, seconds, loss):
+        if len(series["step"]) == 3 + STEPS // 2:
+            raise KeyboardInterrupt
+        record(series, step, seconds, loss)
+        seen.append(step)
+
+    monkeypatch.setattr(train_scale, "record", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "a.json", text, "--ways", "ours", "--validations", "4")
+    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert row["unfinished"] and row["steps"] == 6 == row["validation"]["step"][-1] and row["tokens"] == 6 * 1024
+    assert row["tokens_per_second"] > 0 and row["final_validation"] == row["validation"]["loss"][-1]
+    assert "(cut off after step 6)" in (tmp_path / "a.md").read_text()
+    script("plots.plot_training").scale(json.loads((tmp_path / "a.json").read_text()), tmp_path / "a.svg")
+
+
+def test_ways_that_were_trained_later(trained, tmp_path, text, capsys):
+    """Over the same text in the same order: their rows say which run they are of."""
+    train_scale = script("models.train_scale")
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**trained[1], "date": "2026-01-02"}))
+    report = train(tmp_path / "more.json", text, "--ways", "ours-gated", "--like", old)
+    table = (tmp_path / "more.md").read_text()
+    assert "run" not in report["rows"][0] and "CPU, " not in table.split("|", 1)[1]
+    train_scale.main(["add", str(old), str(tmp_path / "more.json")])
+    both = json.loads(old.read_text())
+    assert both["rows"][:-1] == trained[1]["rows"] and both["date"] == "2026-01-02"
+    row = both["rows"][-1]
+    assert row["run"]["date"] == report["date"] and row["run"]["gpus"] == 1 and row["steps"] == STEPS
+    assert f"| ours-gated (1 x CPU, {report['date']}) |" in old.with_suffix(".md").read_text()
+    places = [place for place, *_ in script("again").numbers(both)]
+    assert len(places) == len(set(places))
+    script("plots.plot_training").scale(both, tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_text()
+    assert f"leanfleet, gated (1 x CPU, {report['date']})" in svg and "the speed of leanfleet, gated" not in svg
+    with pytest.raises(SystemExit, match="has ours-gated already"):
+        train_scale.main(["add", str(old), str(tmp_path / "more.json")])
+
+
+def test_ways_of_another_text_or_order_are_not_added(trained, tmp_path, text):
+    train_scale = script("models.train_scale")
+    for name, value, words in (
+        ("order_sha256", "0", "order sha256"),
+        ("learning_rate", 1.0, "learning rate 0.003 for 1.0"),
+        ("text", {"training": {"bytes": 5, "files": 1}}, "training text of"),
+    ):
+        (tmp_path / "old.json").write_text(json.dumps({**trained[1], name: value}))
+        with pytest.raises(SystemExit, match=words):
+            train(tmp_path / "more.json", text, "--ways", "ours", "--like", tmp_path / "old.json")
+        (tmp_path / "more.json").write_text(json.dumps(trained[1]))
+        with pytest.raises(SystemExit, match=words):
+            train_scale.main(["add", str(tmp_path / "old.json"), str(tmp_path / "more.json")])
+
+
+def test_gated_ways_under_autocast(tmp_path, text):
+    """In bfloat16 as they are trained at scale: gates stay float32, and learn."""
+    report = train(tmp_path / "a.json", text, "--ways", "ours-gated", "--dtype", "bfloat16")
+    (row,) = report["rows"]
+    assert row["train"]["loss"][-1] < row["train"]["loss"][0] - 1 and row["parameters"] == 132864 + 2 * (64 * 2 + 2)
+
+
 @pytest.mark.parametrize(
     "more, words",
     (
