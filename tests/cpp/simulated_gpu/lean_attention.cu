@@ -44,8 +44,9 @@ int launch_ctas(const Args& args, void (*kernel)(OneSegmentLaunch), void* stream
 }
 template <class T, int kWidth, int kRows, bool kSmall, int kKeys = kOfT, int kValues = kOfT>
 int launch_parts(const Args& args, void* stream) {
-  const auto kernel = args.plan.last_merges && args.plan.one_segment > 1 ? OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>
-                                                : OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>;
+  const auto of_any = OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kAnyCtas, kKeys, kValues>;
+  const auto of_one = OneSegmentKernel<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>;
+  const auto kernel = args.plan.last_merges && args.plan.one_segment > 1 ? of_any : of_one;
   return launch_ctas<T, kWidth, kRows>(args, kernel, stream);
 }
 template <class T, int kWidth, int kRows>
