@@ -154,9 +154,9 @@ LEFT = {
     "train_scale_speed_h200": "needs two GPUs: models.train_scale speed OUT --gpus 2 --warm 4 --timed 8",
     "genai_h200": "needs onnxruntime-genai-cuda: models.vllm genai",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
-    "vllm_quantised_h200": "needs vLLM, and a folder exported with --cache int8: models.vllm ours, vllm --fp8-cache, table",
     "vllm_8b_h200": "the same",
     "vllm_h100": "the same",
+    "vllm_quantised_h200": "needs vLLM, and a folder exported with --cache int8: models.vllm ours, vllm --fp8-cache, table",
     "falcon_h1_ours_h200": "our side of Falcon-H1's lines, states of 32 and 16 bits: models.vllm ours --drawn 0 --no-serving",
     "attention_drawn_h200": "FlashInfer has kernels to compile first: kernels.attention_drawn OUT --compile, --seed 4f4e2212",
 }
