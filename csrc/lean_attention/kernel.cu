@@ -445,6 +445,7 @@ int tokens_at_once(const Args& args, const Plan& plan) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // 4, 8 and 32 are as fast
 constexpr int kShortPart = 128;                           // key tiles, measured
+constexpr int kConvertedRows = 65;                        // of a head, at least; measured with whole prompts alone
 
 }  // namespace
 
@@ -513,7 +514,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   if (has_narrow_cache(args)) {
     const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
     plan.directly = direct_rows > 0 && direct_bytes(args, direct_rows) <= device.shared_bytes;
-    plan.converts = rows > 16 && may_convert(args) && takes_wgmma(args);
+    plan.converts = rows >= kConvertedRows && may_convert(args) && takes_wgmma(args);
     plan.row_tile = plan.directly ? direct_rows : plan.converts ? prompt_rows(args) : narrow_rows(rows);
     plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;

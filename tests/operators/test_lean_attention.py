@@ -530,6 +530,7 @@ def test_more_tokens_than_keys_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "Nq, S, P, message",
     (
+        (2**27, 8, 0, r"query has B x Nq = 1073741824 tokens; the kernels take fewer than 2\^30"),
         (2**28, 8, 0, r"query has H x Nq = 1073741824 rows a request; the kernels take fewer than 2\^30"),
         (1, 2**30, 0, r"the cache holds 1073741824 positions a request; .* fewer than 2\^30"),
         (1, 8, 2**30, r"the pool has 1073741824 pages; .* fewer than 2\^30"),
@@ -537,9 +538,10 @@ def test_more_tokens_than_keys_is_refused(monkeypatch):
 )
 def test_sizes_beyond_the_kernels_are_refused(Nq, S, P, message):
     """Shapes only: nothing is allocated."""
-    cache = (0, (P, 4, 1, 8) if P else (1, 1, S, 8), "float32")
-    table = (0, (1, 2), "int32") if P else None
-    call = native.Call("LeanAttention", [(0, (1, 4, Nq, 8), "float32"), cache, cache, *[None] * 5, table], [], {})
+    B = 8 if Nq == 2**27 else 1
+    cache = (0, (P, 4, 1, 8) if P else (B, 1, S, 8), "float32")
+    table = (0, (B, 2), "int32") if P else None
+    call = native.Call("LeanAttention", [(0, (B, 4, Nq, 8), "float32"), cache, cache, *[None] * 5, table], [], {})
     with pytest.raises(native.UnsupportedError, match=f"^LeanAttention: {message}"):
         call.workspace()
 
