@@ -514,7 +514,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   if (has_narrow_cache(args)) {
     const int direct_rows = narrow ? narrow_direct_rows(args, rows) : 0;
     plan.directly = direct_rows > 0 && direct_bytes(args, direct_rows) <= device.shared_bytes;
-    plan.converts = rows >= kConvertedRows && may_convert(args) && takes_wgmma(args);
+    plan.converts = forced.converts && rows >= kConvertedRows && may_convert(args) && takes_wgmma(args);
     plan.row_tile = plan.directly ? direct_rows : plan.converts ? prompt_rows(args) : narrow_rows(rows);
     plan.key_tile = plan.directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;

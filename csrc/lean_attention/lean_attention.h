@@ -168,6 +168,7 @@ struct ForcedPlan {
   int ranges = 0;            // so many shares; 0: the plan's
   int way = kAnyWay;         // of one_segment.h; -1: none of them
   bool merge_apart = false;  // whatever it gains, where units may be cut and clusters do not merge
+  bool converts = true;      // false: tiles of quantised caches stay as they are
 };
 
 // How CUDA cuts the work of a call of these shapes.

@@ -464,6 +464,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 #ifdef LEANFLEET_CUDA
 // For tests and benchmarks. LEANFLEET_RANGES: another number of ranges than one an SM. LEANFLEET_ONE_SEGMENT: a way of one_segment.h,
 // where it can be had, or -1 for none. LEANFLEET_MERGE_APART: 1 for merges by a launch of their own, whatever they gain.
+// LEANFLEET_CONVERT: 0 for prompts over quantised caches without wgmma.
 ForcedPlan forced_plan(const Args& args) {
   ForcedPlan forced;
   if (const char* text = std::getenv("LEANFLEET_RANGES"))
@@ -472,6 +473,7 @@ ForcedPlan forced_plan(const Args& args) {
     forced.way =
         can_be_one_segment(args) ? std::clamp(std::atoi(text), -1, static_cast<int>(std::size(kOneSegmentWays)) - 1) : -1;
   if (const char* text = std::getenv("LEANFLEET_MERGE_APART")) forced.merge_apart = std::atoi(text) != 0;
+  if (const char* text = std::getenv("LEANFLEET_CONVERT")) forced.converts = std::atoi(text) != 0;
   return forced;
 }
 

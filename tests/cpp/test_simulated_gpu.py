@@ -688,6 +688,12 @@ def lean_attention_library(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["LeanAttention"])
 
 
+@pytest.fixture(autouse=True)
+def no_wgmma(monkeypatch):
+    """Which is not simulated."""
+    monkeypatch.setenv("LEANFLEET_CONVERT", "0")
+
+
 @pytest.fixture(scope="module")
 def lean_attention(lean_attention_library):
     """On a GPU of 3 multiprocessors, which have several units each, whole ones and parts of some."""

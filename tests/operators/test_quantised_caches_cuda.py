@@ -112,13 +112,17 @@ PROMPTS = (
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts(variant, dtype, quant):
+def test_prompts(monkeypatch, variant, dtype, quant):
+    """LEANFLEET_CONVERT=0: by the kernel of other GPUs and calls."""
     for seed, facts in enumerate(PROMPTS):
         inputs, attrs = make_case(seed, variant, dtype, **facts, quant=quant)
         inputs = to_cuda(inputs)
         first = check(run, inputs, attrs, in_place=False)
         again = run(inputs, attrs)
         assert all(same_bits(first[name], again[name]) for name in first)
+        with monkeypatch.context() as without:
+            without.setenv("LEANFLEET_CONVERT", "0")
+            check(run, inputs, attrs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
