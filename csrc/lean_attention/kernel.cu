@@ -601,7 +601,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  // Of 16 rows and 128 columns TMA and the ring are faster too.
+  // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring.
   const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
   if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages))
     return then_merge(for_type(args, [&](auto type) {
@@ -665,7 +665,7 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
   return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
 }
 
-// The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores.
+// The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores, and of prompts on wgmma.
 int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
   if (args.append || args.packed_tokens) {
     const int error = launch_append_narrow(args, stream);

@@ -153,7 +153,8 @@ struct Args {
   void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
   void* rotated_key;      // T, new_key's; the same with append. On a CPU [batch,Hkv,D], with a quantised key_cache
   // Sync words, zero between launches.
-  uint32_t* tickets;  // [max_ranges + 1] CUDA: contributors that have arrived, by the range that begins the unit; units taken
+  uint32_t*
+      tickets;  // [max_ranges + 1] CUDA: contributors that have arrived, by the range, or part, that begins the unit; units taken
 };
 
 // Packed tokens on CUDA: cuts them into pieces and chooses short_tokens.

@@ -518,7 +518,7 @@ struct TileProducer {
 
   // Quantised caches: each of 4 warps converts its part of a tile's tokens. Bytes of the next tile are on their way to where this
   // lane has those of the tile it converts; a lane knows the row and scales of one token, of the tile after next its page. Keys
-  // become what their bytes stand for, and their scales, if these are not channels', go along; values are multiplied by theirs.
+  // become what their bytes stand for, and their scales go along, which are no channels'; values are multiplied by theirs.
   struct QuantisedRow {
     uint32_t row;  // among all of a cache, the same of keys, of values and of their scales; kNoRow: nothing to read
     bool missing;  // its page is outside the pool
@@ -532,6 +532,7 @@ struct TileProducer {
     const int of_tile = warp * kPerWarp + lane % kPerWarp;
     int page = quantised_page(unit, seen, tiles.begin * kTokens + of_tile);
     QuantisedRow now = quantised_row(unit, seen, tiles.begin * kTokens + of_tile, page);
+    asm volatile("cp.async.wait_all;" ::: "memory");  // what the unit before asked for behind its last tile
     for_form(args.key_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, false>(now); });
     for_form(args.value_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, true>(now); });
     page = quantised_page(unit, seen, (tiles.begin + 1) * kTokens + of_tile);
@@ -649,6 +650,13 @@ struct TileProducer {
     }
   }
 
+  // Infinities become the largest numbers: rows that do not see them multiply them by 0. NaN stays.
+  static __device__ __forceinline__ uint32_t kept_finite(uint32_t pair) {
+    const __half2 most = __float2half2_rn(65504.0f), x = *reinterpret_cast<const __half2*>(&pair);
+    const __half2 held = __hmax2_nan(__hmin2_nan(x, most), __hneg2(most));
+    return *reinterpret_cast<const uint32_t*>(&held);
+  }
+
   // This lane's chunks of a slot, from where they are staged, and the same of the next tile to there.
   template <CacheForm kForm, bool kValues, bool kOfChannels>
   __device__ __forceinline__ void convert_rows(int head, const QuantisedRow& now, const QuantisedRow& next) {
@@ -679,6 +687,7 @@ struct TileProducer {
             x.x *= kOfChannels ? channels[8 * piece + 2 * i] : scale;
             x.y *= kOfChannels ? channels[8 * piece + 2 * i + 1] : scale;
             pairs[i] = pack_pair(T{}, x.x, x.y);
+            if constexpr (std::is_same_v<T, __half>) pairs[i] = kept_finite(pairs[i]);
           }
         } else {
           numbers_of_piece<kForm>(bytes, piece, pairs);

@@ -15,7 +15,7 @@
 
 namespace leanfleet::lean_attention {
 
-// kConverts: of quantised caches, which four producer warps turn into T. They need the registers of a third warpgroup.
+// kOfQuantised: of quantised caches, which four producer warps turn into T. They need the registers of a third warpgroup.
 template <int kWidth, bool kOfQuantised = false>
 struct WgmmaTile {
   static constexpr bool kSplitTokens = false, kDeals = true, kConverts = kOfQuantised;
@@ -154,7 +154,7 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void release_values(int of, bool held = true) const {
     release(values_empty(of), !loads.tensor_maps || args.append, 0, held);
   }
-  // Rows that threads have copied instead of TMA, before wgmma reads them.
+  // Rows that threads have copied or converted instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
     if (!loads.tensor_maps || args.append) hopper::fence_proxy_async();
   }
@@ -329,7 +329,7 @@ struct WarpgroupConsumer {
       finish_scores(tile, plain, work, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
       new_maxima(s, scale, factor);
       // The product of the values before is waited for late: its registers are needed by rescaling alone.
-      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
+      if (kWidth == 128) release(keys_empty(), kConverts, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
       if (kWidth > 128) {
         weigh<1>(s, scale);
@@ -369,7 +369,7 @@ struct WarpgroupConsumer {
     }
   }
 
-  // Products with bytes become logits.
+  // Products with bytes become logits. Every lane reads: every lane gives the slot back.
   __device__ __forceinline__ void multiply_by_scales(Scores& s) const {
     const uint32_t from = ring.key_scales + (pair * kTokens + lane % 4 * 2) * 4;
 #pragma unroll
@@ -384,7 +384,7 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
     if constexpr (kConverts) multiply_by_scales(s);
     const uint4 missing = missing_tokens(all_there);
-    if (kWidth != 128) release(keys_empty());
+    if (kWidth != 128) release(keys_empty(), kConverts);
     if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;

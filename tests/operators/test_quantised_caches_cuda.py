@@ -113,16 +113,27 @@ PROMPTS = (
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts(monkeypatch, variant, dtype, quant):
-    """LEANFLEET_CONVERT=0: by the kernel of other GPUs and calls."""
+    """LEANFLEET_RANGES: few CTAs, which have several units and many tiles. LEANFLEET_CONVERT=0: the kernel of other GPUs and calls."""
     for seed, facts in enumerate(PROMPTS):
         inputs, attrs = make_case(seed, variant, dtype, **facts, quant=quant)
         inputs = to_cuda(inputs)
         first = check(run, inputs, attrs, in_place=False)
         again = run(inputs, attrs)
         assert all(same_bits(first[name], again[name]) for name in first)
-        with monkeypatch.context() as without:
-            without.setenv("LEANFLEET_CONVERT", "0")
-            check(run, inputs, attrs)
+        for name, value in (("LEANFLEET_RANGES", "1"), ("LEANFLEET_RANGES", "3"), ("LEANFLEET_CONVERT", "0")):
+            with monkeypatch.context() as forced:
+                forced.setenv(name, value)
+                check(run, inputs, attrs)
+
+
+def test_values_beyond_half_precision():
+    """They are no business of rows that do not see them."""
+    inputs, attrs = make_case(3, "dense", torch.float16, lens=(140,), Nq=140, H=4, Hkv=2, D=64, Dv=64, quant=("token", "token"))
+    inputs["value_scale"][..., 100] = 1e4
+    inputs = to_cuda(inputs)
+    found = run(inputs, attrs)["output"][..., :100, :]
+    inputs["value_scale"][..., 100] = 1.0
+    assert found.isfinite().all() and same_bits(found, run(inputs, attrs)["output"][..., :100, :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
