@@ -15,8 +15,8 @@
 // cache the tokens that it begins with.
 #pragma once
 
-#include "core/chunk_scan.cuh"
 #include "core/hopper.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {

@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "core/chunk_scan.cuh"
 #include "core/hopper.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {
