@@ -129,7 +129,7 @@ struct BackwardPlan {
   HeadSums query_sums, key_sums;
 };
 
-// On CUDA: chunks on tensor cores (core/chunk_scan.h). They take any widths, types and arguments; ask `ws` for their
+// On CUDA: chunks on tensor cores (linear_scan/chunk_scan.h). They take any widths, types and arguments; ask `ws` for their
 // buffers and return 0 while it counts, otherwise the cudaError_t of the launches.
 int launch_lightning(const Args& args, const CudaTarget& target, Workspace& ws);
 constexpr int64_t kLightningMaxNormalizedKeyWidth = 256;

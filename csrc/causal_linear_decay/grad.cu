@@ -12,11 +12,11 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
-#include "core/block_sum.cuh"
-#include "core/chunk_scan.h"
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/with_type.cuh"
+#include "linear_scan/block_sum.cuh"
+#include "linear_scan/chunk_scan.h"
 
 namespace leanfleet::causal_linear_decay {
 

@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
-#include "core/chunk_scan.h"
 #include "core/op.h"
+#include "linear_scan/chunk_scan.h"
 
 namespace leanfleet::causal_linear_decay {
 

@@ -1,4 +1,4 @@
-include(${CMAKE_CURRENT_SOURCE_DIR}/core/chunk_scan.cmake)
+include(${CMAKE_CURRENT_SOURCE_DIR}/linear_scan/chunk_scan.cmake)
 leanfleet_instances(decay_rows ${op_root}/causal_linear_decay/rows_launch.cu.in TYPE=float,__half,__nv_bfloat16)
 leanfleet_op(causal_linear_decay
   CXX ${op_root}/causal_linear_decay/op.cpp

@@ -12,8 +12,8 @@
 
 #include "core/hopper.cuh"
 #include "core/op.h"
-#include "core/tensor_map.cuh"
 #include "gated_delta_rule/chunks.cuh"
+#include "linear_scan/tensor_map.cuh"
 
 namespace leanfleet::gated_delta_rule {
 

@@ -1,15 +1,15 @@
-// NormalizedLinearAttention and its gradient on CUDA as scans over chunks of tokens (core/chunk_scan.h); the table in
+// NormalizedLinearAttention and its gradient on CUDA as scans over chunks of tokens (linear_scan/chunk_scan.h); the table in
 // normalized_linear_attention.h says which rows each scan has. The factors of rows (1 / |q_i|, 1 / |k_j|, 1 / g_i, r_i)
 // are found beforehand, so that tensors enter the scans as they are.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "core/block_sum.cuh"
-#include "core/chunk_scan.h"
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/with_type.cuh"
+#include "linear_scan/block_sum.cuh"
+#include "linear_scan/chunk_scan.h"
 #include "normalized_linear_attention/normalized_linear_attention.h"
 #include "normalized_linear_attention/step.h"
 

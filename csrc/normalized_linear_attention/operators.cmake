@@ -1,4 +1,4 @@
-include(${CMAKE_CURRENT_SOURCE_DIR}/core/chunk_scan.cmake)
+include(${CMAKE_CURRENT_SOURCE_DIR}/linear_scan/chunk_scan.cmake)
 leanfleet_op(normalized_linear_attention
   CXX ${op_root}/normalized_linear_attention/op.cpp
   CUDA ${op_root}/normalized_linear_attention/kernel.cu

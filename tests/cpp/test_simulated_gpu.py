@@ -162,11 +162,13 @@ def test_causal_conv(causal_conv, dtype):
 @pytest.fixture(scope="module")
 def linear_decay(tmp_path_factory):
     """With the delta rule, whose kernels have decays of key dimensions."""
-    templates = "causal_linear_decay/rows_launch.cu.in", "core/chunk_scan_launch.cu.in"
+    templates = "causal_linear_decay/rows_launch.cu.in", "linear_scan/chunk_scan_launch.cu.in"
     instances = [(t, {"TYPE": of}) for t in templates for of in ("float", "__half", "__nv_bfloat16")]
     operators = ["CausalLinearDecay", "CausalLinearDecayGrad", "NormalizedLinearAttention", "NormalizedLinearAttentionGrad"]
     operators += ["GatedDeltaRule", "GatedDeltaRuleGrad"]
-    return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu", "core/row_sums.cu"], instances)
+    return build(
+        tmp_path_factory.mktemp("simulated"), operators, ["linear_scan/chunk_scan.cu", "linear_scan/row_sums.cu"], instances
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
-// In place of csrc/core/chunk_scan_hopper.cuh: the simulated GPU runs the chunked scans of earlier generations.
+// In place of csrc/linear_scan/chunk_scan_hopper.cuh: the simulated GPU runs the chunked scans of earlier generations.
 #pragma once
 
 #include <cuda.h>
 
-#include "core/chunk_scan.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {

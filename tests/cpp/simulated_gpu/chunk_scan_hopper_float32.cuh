@@ -1,7 +1,7 @@
-// In place of csrc/core/chunk_scan_hopper_float32.cuh, as chunk_scan_hopper.cuh here.
+// In place of csrc/linear_scan/chunk_scan_hopper_float32.cuh, as chunk_scan_hopper.cuh here.
 #pragma once
 
-#include "core/chunk_scan.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {

@@ -1,5 +1,5 @@
 // row_sums.h: three passes. A warp has a row at once, each lane eight columns of it.
-#include "core/row_sums.h"
+#include "linear_scan/row_sums.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -3,7 +3,7 @@
 // divided beforehand.
 #pragma once
 
-#include "core/chunk_scan.h"
+#include "linear_scan/chunk_scan.h"
 
 namespace leanfleet {
 

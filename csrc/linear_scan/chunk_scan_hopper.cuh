@@ -15,8 +15,8 @@
 // cache the tokens that it begins with.
 #pragma once
 
-#include "core/chunk_scan.cuh"
 #include "core/hopper.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {
@@ -554,11 +554,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
             const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0),
                            y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
             hopper::warpgroup_arrive();
-#pragma unroll
-            for (int k = 0; k < kWidth / 16; ++k) {
-              const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
-              hopper::wgmma_ss(T{}, s, x + at_step, y + at_step, k > 0);
-            }
+            multiply_keys(x, y, s);
             hopper::warpgroup_commit();
           }
           if (kExtras && row_sums()) times_y_sum(y_sum_at, place.slot, warp, lane, carried);
@@ -593,14 +589,28 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         arrive_empty(place.slot);
       }
       if (kExtras && kUpdates && slice == 0 && row_sums() && thread < K) {
-        const LastSums to = Base::last_sums(at);
-        if (!kOut && begins_scan(at)) {
-          const FirstSums from = Base::first_sums(at);
-          if (from.y_sum != nullptr) y_sum += after * from.y_sum[thread];
-        }
-        if (to.y_sum != nullptr) to.y_sum[thread] = to.factor * y_sum;
+        end_y_sum(at, thread, after, y_sum);
       }
     }
+  }
+
+  // s = X Yᵀ
+  static __device__ __forceinline__ void multiply_keys(uint32_t x, uint32_t y, float (&s)[8][4]) {
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k) {
+      const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
+      hopper::wgmma_ss(T{}, s, x + at_step, y + at_step, k > 0);
+    }
+  }
+
+  // Stores a column of the sum of y that a piece ends with.
+  __device__ __forceinline__ void end_y_sum(const Cursor& at, int thread, float after, float y_sum) const {
+    const LastSums to = Base::last_sums(at);
+    if (!kOut && begins_scan(at)) {
+      const FirstSums from = Base::first_sums(at);
+      if (from.y_sum != nullptr) y_sum += after * from.y_sum[thread];
+    }
+    if (to.y_sum != nullptr) to.y_sum[thread] = to.factor * y_sum;
   }
 
   // The score group without decay. Row sums come from products of wgmma too: X times the sum of y before the chunk, and
@@ -610,11 +620,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int K = scan.y.width, V = scan.z.width;
     Place place, scores;
-    for (int i = thread; i < 2 * kBox / 16; i += 128) store_16_bytes(scores_at + 16 * i, make_uint4(0, 0, 0, 0));
-    for (int i = thread; i < 2 * kBoxes * 64; i += 128)
-      store_16_bytes(shared_address(small.y_sum_tile) + 16 * i, make_uint4(0, 0, 0, 0));
-    for (int i = thread; i < (S::kMaxStages + 1) * 48; i += 128)
-      store_16_bytes(shared_address(small.table[i / 48].to_y_sum_tile[2]) + i % 48 * 16, make_uint4(0, 0, 0, 0));
+    clear_tiles(thread);
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at), y_sum_at = 0;
       const int own = own_step(at, steps);
@@ -629,21 +635,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
           }
       };
       if (row_sums()) {
-        if (!begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
-#pragma unroll
-            for (int i = 0; i < kSlotBatch; ++i) {
-              if (weights[i] == 0.0f) continue;
-              const float* const sums = slots[i] + static_cast<int64_t>(K) * V;
-              for_columns([&](float& sum, int column) { sum += weights[i] * sums[column]; });
-              count += weights[i] * sums[K + V];
-            }
-          });
-        } else {
-          const FirstSums from = Base::first_sums(at);
-          if (from.y_sum != nullptr) for_columns([&](float& sum, int column) { sum = from.y_sum[column]; });
-          count = from.count;
-        }
+        begin_y_sum(at, K, V, for_columns, count);
         hopper::named_barrier(1, 128);
         for_columns([&](float& sum, int column) { put_y_sum_tile(0, column, sum); });
       }
@@ -657,26 +649,9 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
                        y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
         hopper::named_barrier(1, 128);
         hopper::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < kWidth / 16; ++k) {
-          const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
-          hopper::wgmma_ss(T{}, s, x + at_step, y + at_step, k > 0);
-        }
+        multiply_keys(x, y, s);
         if (row_sums()) {
-          hopper::warpgroup_arrive();
-          const uint32_t y_sums = hopper::make_smem_descriptor(shared_address(small.y_sum_tile[y_sum_at]), 0);
-#pragma unroll
-          for (int k = 0; k < kWidth / 16; ++k)
-            hopper::wgmma_ss<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16,
-                                    y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
-          const uint32_t factors = hopper::make_smem_descriptor(shared_address(table.to_y_sum_tile), 0);
-#pragma unroll
-          for (int box = 0; box < kBoxes; ++box)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              float (&part)[1][4] = *reinterpret_cast<float (*)[1][4]>(&parts[box]);
-              hopper::wgmma_ss<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
-            }
+          multiply_sums(table, y_sum_at, x, y, carried, parts);
         }
         hopper::warpgroup_commit();
         float* const sum_to = row_sums() ? row_sum_at(at, warp, lane) : nullptr;
@@ -684,19 +659,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         hopper::warpgroup_wait<0>();
         hopper::fence_accumulators(s);
         if (row_sums()) {
-          hopper::fence_accumulators(carried);
-          hopper::fence_accumulators(parts);
-          y_sum_at ^= 1;
-          for_columns([&](float& sum, int column) {
-            const float (&part)[4] = parts[column / 64];
-            sum += column / 8 % 2 == 0 ? part[0] + part[1] : part[2] + part[3];
-            put_y_sum_tile(y_sum_at, column, sum);
-          });
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            sums[half] = lane % 4 == 0   ? carried[0][2 * half] + carried[0][2 * half + 1]
-                         : lane % 4 == 1 ? carried[0][2 * half]
-                                         : 0.0f;
+          take_sums(lane, for_columns, carried, parts, y_sum_at, sums);
         }
         const uint32_t to = scores_at + scores.slot * kBox;
         if (table.uniform) finish_rank1_scores<true>(table, to, warp, lane, s, sums);
@@ -713,6 +676,73 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         if (to.y_sum != nullptr) for_columns([&](float& sum, int column) { to.y_sum[column] = to.factor * sum; });
       }
     }
+  }
+
+  // Tiles of P, of the sum of y and of tables, parts of which stay 0.
+  __device__ __forceinline__ void clear_tiles(int thread) const {
+    for (int i = thread; i < 2 * kBox / 16; i += 128) store_16_bytes(scores_at + 16 * i, make_uint4(0, 0, 0, 0));
+    for (int i = thread; i < 2 * kBoxes * 64; i += 128)
+      store_16_bytes(shared_address(small.y_sum_tile) + 16 * i, make_uint4(0, 0, 0, 0));
+    for (int i = thread; i < (S::kMaxStages + 1) * 48; i += 128)
+      store_16_bytes(shared_address(small.table[i / 48].to_y_sum_tile[2]) + i % 48 * 16, make_uint4(0, 0, 0, 0));
+  }
+
+  // What a piece begins with. for_columns(body): body(sum, column) for the lane's columns of the sum of y.
+  template <class ForColumns>
+  __device__ __forceinline__ void begin_y_sum(const Cursor& at, int K, int V, ForColumns&& for_columns, float& count) const {
+    if (!begins_scan(at)) {
+      from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
+#pragma unroll
+        for (int i = 0; i < kSlotBatch; ++i) {
+          if (weights[i] == 0.0f) continue;
+          const float* const sums = slots[i] + static_cast<int64_t>(K) * V;
+          for_columns([&](float& sum, int column) { sum += weights[i] * sums[column]; });
+          count += weights[i] * sums[K + V];
+        }
+      });
+    } else {
+      const FirstSums from = Base::first_sums(at);
+      if (from.y_sum != nullptr) for_columns([&](float& sum, int column) { sum = from.y_sum[column]; });
+      count = from.count;
+    }
+  }
+
+  // X times the sum of y, and the chunk's part of that sum.
+  __device__ __forceinline__ void multiply_sums(const Table& table, int y_sum_at, uint32_t x, uint32_t y,
+                                                float (&carried)[1][4], float (&parts)[kBoxes][4]) const {
+    hopper::warpgroup_arrive();
+    const uint32_t y_sums = hopper::make_smem_descriptor(shared_address(small.y_sum_tile[y_sum_at]), 0);
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k)
+      hopper::wgmma_ss<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16, y_sums + (k / 4 * 1024 + k % 4 * 32) / 16,
+                              k > 0);
+    const uint32_t factors = hopper::make_smem_descriptor(shared_address(table.to_y_sum_tile), 0);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float (&part)[1][4] = *reinterpret_cast<float (*)[1][4]>(&parts[box]);
+        hopper::wgmma_ss<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
+      }
+  }
+
+  // Adds that part to the sum of y. sums: becomes this lane's parts of what rows of X have of the sum before.
+  template <class ForColumns>
+  __device__ __forceinline__ void take_sums(int lane, ForColumns&& for_columns, float (&carried)[1][4],
+                                            float (&parts)[kBoxes][4], int& y_sum_at, float (&sums)[2]) const {
+    hopper::fence_accumulators(carried);
+    hopper::fence_accumulators(parts);
+    y_sum_at ^= 1;
+    for_columns([&](float& sum, int column) {
+      const float (&part)[4] = parts[column / 64];
+      sum += column / 8 % 2 == 0 ? part[0] + part[1] : part[2] + part[3];
+      put_y_sum_tile(y_sum_at, column, sum);
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      sums[half] = lane % 4 == 0   ? carried[0][2 * half] + carried[0][2 * half + 1]
+                   : lane % 4 == 1 ? carried[0][2 * half]
+                                   : 0.0f;
   }
 
   __device__ __forceinline__ void put_y_sum_tile(int to, int column, float sum) const {
@@ -1001,10 +1031,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       const int own = own_step(at, steps);
       float z_sum[2] = {0.0f, 0.0f}, after = 1.0f, kept = 1.0f, count = 0.0f;
       double log2_kept = 0.0;
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
+      clear_state(state);
       if (kOut && !begins_scan(at)) {
         from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
           add_slots(state, slots, weights, column, lane);
@@ -1029,117 +1056,35 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         const Table& table = table_of(steps, own, place.slot);
         if constexpr (!kOut) {
           uint32_t scaled[4][4];
-          load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
-          if constexpr (kPartSums) {
-            add_z_sum(table, lane, scaled, z_sum);
-            if (!table.unscaled) scale_columns(table, lane, 1.0f, scaled, z_sum);
-          } else {
-            scale_columns(table, lane, after, scaled, z_sum);
-          }
+          load_summed(table, place.slot, group, warp, lane, after, scaled, z_sum);
           to_state(place.slot, scaled, state);
-          if (kPartSums && row_sums()) {
-#pragma unroll
-            for (int part = 0; part < kYParts; ++part) {
-              float sums[2];
-              sum_16_columns(table, place.slot, kYParts * (4 * group + warp) + part, lane, sums);
-              y_sum[part][0] += sums[0], y_sum[part][1] += sums[1];
-            }
-          }
+          if (kPartSums && row_sums()) add_y_sum(table, place.slot, group, warp, lane, y_sum);
           count += after * table.count;
           log2_kept += table.log2_kept;
           kept *= table.kept;
           if (last) after = kept;
-          hopper::warpgroup_wait<0>();
-          hopper::fence_accumulators(state);
-          hopper::fence_operands(scaled);
-          arrive_empty(place.slot);
+          end_update(place.slot, scaled, state);
         } else if (S::kScaledLast && (S::kKind == kRank1 || !table.steep)) {
           wait(&small.scores_full[scores.slot], scores.parity);
           uint32_t packed[kWidth / 16][4], z[4][4], scaled[4][4];
           float one[2] = {1.0f, 1.0f};
           pack_state(state, packed, one);
-          load_columns(tile(place.slot, kZTile + group), warp, lane, z);
-          // Where products wait for it, it has to be the same in the whole group.
-          const bool odd = S::kKind == kRank1 ? hopper::named_barrier_any(4 + group, 128, has_odd(z)) : has_odd(z);
           const float sum_before[2] = {z_sum[0], z_sum[1]};
-          if constexpr (kPartSums) add_z_sum(table, lane, z, z_sum);
-          if (odd) take_out_odd(z);
+          const bool odd = load_z(table, place.slot, group, warp, lane, z, z_sum);
           from_state(place.slot, packed, o, false);
           from_scores(scores.slot, z, o);
-          if constexpr (S::kKind != kRank1) {
-            const float kept = table.kept;
-#pragma unroll
-            for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-              for (int c = 0; c < 4; ++c) state[n][c] *= kept;
-          }
-          if constexpr (kInPlace) {
-            // Where Z is its own Z', as in the usual call without decay, products follow each other at once.
-            if (S::kKind != kRank1 || odd || !table.unscaled) {
-              hopper::warpgroup_wait<0>();
-              hopper::fence_accumulators(o);
-              hopper::fence_operands_for_write(z);
-              if (odd) load_columns(tile(place.slot, kZTile + group), warp, lane, z);
-              if (S::kKind != kRank1 || !table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
-            }
-            to_state(place.slot, z, state);
-          } else {
-            if (odd) {
-              load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
-            } else {
-#pragma unroll
-              for (int step = 0; step < 4; ++step)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
-            }
-            scale_columns(table, lane, 1.0f, scaled, z_sum);
-            to_state(place.slot, scaled, state);
-          }
-          hopper::warpgroup_wait<1>();
-          hopper::fence_accumulators(o);
-          hopper::fence_operands(packed);
-          if constexpr (!kInPlace) hopper::fence_operands(z);
-          if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
-          if constexpr (kFactors) scale_rows_last(scores.slot, lane, sum_before, o);
+          if constexpr (S::kKind != kRank1) decay_state(table.kept, state);
+          start_update(table, place.slot, group, warp, lane, odd, z, scaled, state, z_sum, o);
+          wait_products(place.slot, scores.slot, group, warp, lane, odd, sum_before, packed, z, o);
           arrive_warp(&small.scores_empty[scores.slot], odd || kFactors || row_sums());
           scores.next(2);
           if constexpr (!kFactors) scale_rows(table, lane, one, z_sum, o);
-          wait_rows(out, group, warp, lane, o);
-          put_rows(group, warp, lane, out, o);
-          hopper::warpgroup_wait<0>();
-          hopper::fence_accumulators(state);
-          if constexpr (kInPlace) hopper::fence_operands(z);
-          else hopper::fence_operands(scaled);
-          arrive_empty(place.slot);
+          end_chunk(place.slot, group, warp, lane, out, z, scaled, state, o);
         } else {
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           float unscale[2] = {1.0f, 1.0f};
           uint32_t packed[kWidth / 16][4], scaled[4][4];
-          if (first) {
-            pack_state(state, packed, unscale);
-            from_state(place.slot, packed, o, true);
-            if (S::kMode != kSingle) {
-              hopper::warpgroup_wait<0>();
-              hopper::fence_accumulators(o);
-              scale_rows(table, lane, unscale, sum_before, o);
-            }
-          }
-          if constexpr (kUpdates) {
-            load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
-            scale_columns(table, lane, 1.0f, scaled, z_sum);
-            const float kept = table.kept;
-#pragma unroll
-            for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-              for (int c = 0; c < 4; ++c) state[n][c] *= kept;
-            to_state(place.slot, scaled, state);
-            if (S::kMode == kSingle) {
-              hopper::warpgroup_wait<1>();
-              hopper::fence_accumulators(o);
-              hopper::fence_operands(packed);
-              scale_rows(table, lane, unscale, sum_before, o);
-            }
-          }
+          carry_state(table, first, place.slot, group, warp, lane, sum_before, unscale, packed, scaled, state, z_sum, o);
           const bool with_scores = kPairs || row_sums();
           bool odd = false;
           if constexpr (kPairs) {
@@ -1148,28 +1093,11 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
             wait(&small.scores_full[scores.slot], scores.parity);
             odd = has_odd(z);
             if (odd) take_out_odd(z);
-            hopper::warpgroup_arrive();
-            from_scores(scores.slot, z, o);
-            hopper::warpgroup_wait<0>();
-            hopper::fence_accumulators(o);
-            hopper::fence_accumulators(state);
-            hopper::fence_operands(scaled);
-            hopper::fence_operands(z);
-            if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
+            add_scores(place.slot, scores.slot, group, warp, lane, odd, z, scaled, state, o);
           } else if (with_scores) {
             wait(&small.scores_full[scores.slot], scores.parity);
           }
-          if (last) {
-            wait_rows(out, group, warp, lane, o);
-            if (kExtras && divides()) {
-#pragma unroll
-              for (int n = 0; n < 8; ++n) {
-                const float2 by = *reinterpret_cast<const float2*>(&small.divisor[scores.slot][8 * n + 2 * (lane % 4)]);
-                const float2 factor = make_float2(__frcp_rn(by.x), __frcp_rn(by.y));
-                o[n][0] *= factor.x, o[n][1] *= factor.y, o[n][2] *= factor.x, o[n][3] *= factor.y;
-              }
-            }
-          }
+          if (last) end_rows(scores.slot, out, group, warp, lane, o);
           arrive_empty(place.slot);
           if (with_scores) {
             arrive_warp(&small.scores_empty[scores.slot], odd || kFactors || row_sums());
@@ -1184,37 +1112,209 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
           count += after * from.count;
           add_first(at, state, z_sum, after, column, lane);
         }
-        float* const slot = Base::slot(scan.slots, segment);
-        write_slot(state, slot, column, lane);
-        float* const rest = slot + static_cast<int64_t>(K) * V + K + V;
-        if (slice == 0 && group == 0 && thread == 0) Base::write_slot_rest(at, rest, count, cut ? -16384.0 : log2_kept);
-        if (kExtras && lane % 4 == 0) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (column + 8 * half < V) rest[column + 8 * half - V] = z_sum[half];
-        }
-        if (kPartSums && row_sums() && slice == 0 && lane % 4 == 0) {
-          const FirstSums from = Base::first_sums(at);
-#pragma unroll
-          for (int part = 0; part < kYParts; ++part)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int k = 16 * (kYParts * (4 * group + warp) + part) + 8 * half + lane / 4;
-              if (k >= K) continue;
-              const bool first = begins_scan(at) && from.y_sum != nullptr;
-              rest[k - V - K] = y_sum[part][half] + (first ? from.y_sum[k] : 0.0f);
-            }
-        }
+        write_segment(at, cut, K, V, column, group, warp, lane, thread, count, log2_kept, state, z_sum, y_sum);
       } else if constexpr (kUpdates) {
         const LastSums to = Base::last_sums(at);
         write_state<kWidth>(state, to, K, V, column, lane);
-        if (kExtras && to.z_sum != nullptr && rank1() && lane % 4 == 0) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (column + 8 * half < V) to.z_sum[column + 8 * half] = to.factor * z_sum[half];
-        }
+        if (kExtras && to.z_sum != nullptr && rank1() && lane % 4 == 0) write_z_sum(to, V, column, z_sum);
       }
     }
+  }
+
+  static __device__ __forceinline__ void clear_state(float (&state)[kWidth / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
+  }
+
+  static __device__ __forceinline__ void decay_state(float kept, float (&state)[kWidth / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state[n][c] *= kept;
+  }
+
+  // Z' of a chunk of a segment whose sums are wanted, and its part of the sum of z.
+  __device__ __forceinline__ void load_summed(const Table& table, int stage, int group, int warp, int lane, float after,
+                                              uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
+    load_columns(tile(stage, kZTile + group), warp, lane, scaled);
+    if constexpr (kPartSums) {
+      add_z_sum(table, lane, scaled, z_sum);
+      if (!table.unscaled) scale_columns(table, lane, 1.0f, scaled, z_sum);
+    } else {
+      scale_columns(table, lane, after, scaled, z_sum);
+    }
+  }
+
+  // A warp's columns of a chunk's part of the sum of y.
+  __device__ __forceinline__ void add_y_sum(const Table& table, int stage, int group, int warp, int lane,
+                                            float (&y_sum)[kYParts][2]) const {
+#pragma unroll
+    for (int part = 0; part < kYParts; ++part) {
+      float sums[2];
+      sum_16_columns(table, stage, kYParts * (4 * group + warp) + part, lane, sums);
+      y_sum[part][0] += sums[0], y_sum[part][1] += sums[1];
+    }
+  }
+
+  // Stores the sums of a segment.
+  __device__ __forceinline__ void write_segment(const Cursor& at, bool cut, int K, int V, int column, int group, int warp,
+                                                int lane, int thread, float count, double log2_kept,
+                                                float (&state)[kWidth / 8][4], float (&z_sum)[2],
+                                                const float (&y_sum)[kYParts][2]) const {
+    float* const slot = Base::slot(scan.slots, segment);
+    write_slot(state, slot, column, lane);
+    float* const rest = slot + static_cast<int64_t>(K) * V + K + V;
+    if (slice == 0 && group == 0 && thread == 0) Base::write_slot_rest(at, rest, count, cut ? -16384.0 : log2_kept);
+    if (kExtras && lane % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (column + 8 * half < V) rest[column + 8 * half - V] = z_sum[half];
+    }
+    if (kPartSums && row_sums() && slice == 0 && lane % 4 == 0) {
+      const FirstSums from = Base::first_sums(at);
+#pragma unroll
+      for (int part = 0; part < kYParts; ++part)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int k = 16 * (kYParts * (4 * group + warp) + part) + 8 * half + lane / 4;
+          if (k >= K) continue;
+          const bool first = begins_scan(at) && from.y_sum != nullptr;
+          rest[k - V - K] = y_sum[part][half] + (first ? from.y_sum[k] : 0.0f);
+        }
+    }
+  }
+
+  // Z without what is not finite, and its part of the sum of z. Returns whether there was such a number.
+  __device__ __forceinline__ bool load_z(const Table& table, int stage, int group, int warp, int lane, uint32_t (&z)[4][4],
+                                         float (&z_sum)[2]) const {
+    load_columns(tile(stage, kZTile + group), warp, lane, z);
+    // Where products wait for it, it has to be the same in the whole group.
+    const bool odd = S::kKind == kRank1 ? hopper::named_barrier_any(4 + group, 128, has_odd(z)) : has_odd(z);
+    if constexpr (kPartSums) add_z_sum(table, lane, z, z_sum);
+    if (odd) take_out_odd(z);
+    return odd;
+  }
+
+  // Starts Sᵀ += Z'ᵀ Y while products with Z are on their way to o. z: it or what it becomes; scaled: else that.
+  __device__ __forceinline__ void start_update(const Table& table, int stage, int group, int warp, int lane, bool odd,
+                                               uint32_t (&z)[4][4], uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4],
+                                               float (&z_sum)[2], float (&o)[8][4]) const {
+    if constexpr (kInPlace) {
+      // Where Z is its own Z', as in the usual call without decay, products follow each other at once.
+      if (S::kKind != kRank1 || odd || !table.unscaled) {
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(o);
+        hopper::fence_operands_for_write(z);
+        if (odd) load_columns(tile(stage, kZTile + group), warp, lane, z);
+        if (S::kKind != kRank1 || !table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
+      }
+      to_state(stage, z, state);
+    } else {
+      if (odd) {
+        load_columns(tile(stage, kZTile + group), warp, lane, scaled);
+      } else {
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
+      }
+      scale_columns(table, lane, 1.0f, scaled, z_sum);
+      to_state(stage, scaled, state);
+    }
+  }
+
+  // Waits for these products, which are rows of out before they are scaled, or after that.
+  __device__ __forceinline__ void wait_products(int stage, int buffer, int group, int warp, int lane, bool odd,
+                                                const float (&sum_before)[2], uint32_t (&packed)[kWidth / 16][4],
+                                                uint32_t (&z)[4][4], float (&o)[8][4]) const {
+    hopper::warpgroup_wait<1>();
+    hopper::fence_accumulators(o);
+    hopper::fence_operands(packed);
+    if constexpr (!kInPlace) hopper::fence_operands(z);
+    if (odd) add_odd(stage, buffer, group, warp, lane, o);
+    if constexpr (kFactors) scale_rows_last(buffer, lane, sum_before, o);
+  }
+
+  // Hands rows of out on and waits for the state.
+  __device__ __forceinline__ void end_chunk(int stage, int group, int warp, int lane, Place& out, uint32_t (&z)[4][4],
+                                            uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4], float (&o)[8][4]) const {
+    wait_rows(out, group, warp, lane, o);
+    put_rows(group, warp, lane, out, o);
+    end_update(stage, kInPlace ? z : scaled, state);
+  }
+
+  // Waits for Sᵀ; scaled: its operand.
+  __device__ __forceinline__ void end_update(int stage, uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4]) const {
+    hopper::warpgroup_wait<0>();
+    hopper::fence_accumulators(state);
+    hopper::fence_operands(scaled);
+    arrive_empty(stage);
+  }
+
+  // Rows of out have what the state before a chunk gives, with the first of its heads of y. Starts Sᵀ += Z'ᵀ Y.
+  __device__ __forceinline__ void carry_state(const Table& table, bool first, int stage, int group, int warp, int lane,
+                                              const float (&sum_before)[2], float (&unscale)[2],
+                                              uint32_t (&packed)[kWidth / 16][4], uint32_t (&scaled)[4][4],
+                                              float (&state)[kWidth / 8][4], float (&z_sum)[2], float (&o)[8][4]) const {
+    if (first) {
+      pack_state(state, packed, unscale);
+      from_state(stage, packed, o, true);
+      if (S::kMode != kSingle) {
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(o);
+        scale_rows(table, lane, unscale, sum_before, o);
+      }
+    }
+    if constexpr (kUpdates) {
+      load_columns(tile(stage, kZTile + group), warp, lane, scaled);
+      scale_columns(table, lane, 1.0f, scaled, z_sum);
+      decay_state(table.kept, state);
+      to_state(stage, scaled, state);
+      if (S::kMode == kSingle) {
+        hopper::warpgroup_wait<1>();
+        hopper::fence_accumulators(o);
+        hopper::fence_operands(packed);
+        scale_rows(table, lane, unscale, sum_before, o);
+      }
+    }
+  }
+
+  // Adds what scores give, and waits for the state.
+  __device__ __forceinline__ void add_scores(int stage, int buffer, int group, int warp, int lane, bool odd,
+                                             uint32_t (&z)[4][4], uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4],
+                                             float (&o)[8][4]) const {
+    hopper::warpgroup_arrive();
+    from_scores(buffer, z, o);
+    hopper::warpgroup_wait<0>();
+    hopper::fence_accumulators(o);
+    hopper::fence_accumulators(state);
+    hopper::fence_operands(scaled);
+    hopper::fence_operands(z);
+    if (odd) add_odd(stage, buffer, group, warp, lane, o);
+  }
+
+  __device__ __forceinline__ void divide_rows(int buffer, int lane, float (&o)[8][4]) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 by = *reinterpret_cast<const float2*>(&small.divisor[buffer][8 * n + 2 * (lane % 4)]);
+      const float2 factor = make_float2(__frcp_rn(by.x), __frcp_rn(by.y));
+      o[n][0] *= factor.x, o[n][1] *= factor.y, o[n][2] *= factor.x, o[n][3] *= factor.y;
+    }
+  }
+
+  // Waits for room for rows of out, and divides them.
+  __device__ __forceinline__ void end_rows(int buffer, const Place& out, int group, int warp, int lane,
+                                           float (&o)[8][4]) const {
+    wait_rows(out, group, warp, lane, o);
+    if (kExtras && divides()) divide_rows(buffer, lane, o);
+  }
+
+  static __device__ __forceinline__ void write_z_sum(const LastSums& to, int V, int column, const float (&z_sum)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (column + 8 * half < V) to.z_sum[column + 8 * half] = to.factor * z_sum[half];
   }
 
   // What a request begins with, times weight.

@@ -1,4 +1,4 @@
-# The chunked scans of core/chunk_scan.h, included by the folders of the operators that use them.
+# The chunked scans of chunk_scan.h here, included by the folders of the operators that use them.
 if(LEANFLEET_HAS_CUDA AND NOT TARGET chunk_scan)
   set(chunk_scan_root ${CMAKE_CURRENT_LIST_DIR})
   leanfleet_instances(chunk_scan_instances ${chunk_scan_root}/chunk_scan_launch.cu.in TYPE=float,__half,__nv_bfloat16)

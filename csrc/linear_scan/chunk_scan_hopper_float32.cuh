@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "core/chunk_scan.cuh"
 #include "core/hopper.cuh"
+#include "linear_scan/chunk_scan.cuh"
 
 namespace leanfleet {
 namespace chunk {
@@ -290,6 +290,13 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
     *reinterpret_cast<float4*>(to + L::kApart) = make_float4(x[4], x[5], x[6], x[7]);
   }
+  template <class L>
+  static __device__ __forceinline__ void copy_eight(const float* from, float* to) {
+    float x[8];
+    read_eight<L>(from, x);
+    write_eight<L>(to, x);
+  }
+
   // By the lanes of the first row, once the others have read what was there: sums of `width` columns in memory, from
   // `first` on; null: 0.
   template <class L>
@@ -352,8 +359,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
         count = from.count;
         log2_kept = 0.0;
         __syncwarp();
-        if (y_sums) begin_sum<Wide>(small.y_sum[y_sum_at], from.y_sum, 0, scan.y.width);
-        if (z_sums) begin_sum<Narrow>(small.next_z_sum, from.z_sum, first, scan.z.width);
+        begin_sums(from, y_sums, z_sums, first, y_sum_at);
         __syncwarp();
       }
       if (kWithY && with_tables() && warp == 0) {
@@ -368,15 +374,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       }
       if (kWithY && updates()) {
         float part[8] = {};
-        bring<kWidth, true>(
-            scan.y, Base::shared_head(y_head, scan.y_share), at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head),
-            scan.y_factor.token, constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
-            [&](int row, bool, const float (&x)[8]) {
-              if (!y_sums) return;
-              const float weight = decayed ? table.to_end[row] : 1.0f;
-#pragma unroll
-              for (int i = 0; i < 8; ++i) part[i] += weight * x[i];
-            });
+        bring_y(at, table, y_head, buffer, parity2, y_sums, decayed, part);
         arrive_warp(small.y_full[buffer], y_sums);
         if (y_sums) add_to_sum<Wide>(small.y_sum[y_sum_at], small.y_sum[next_y_sum], kept, part);
       }
@@ -393,16 +391,11 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
             [&] {
               wait(small.z_empty, parity ^ 1);
               if (!z_sums || lane >= Narrow::kLanes) return;
-              float x[8];
-              read_eight<Narrow>(small.next_z_sum, x);
-              write_eight<Narrow>(small.z_sum, x);
+              copy_eight<Narrow>(small.next_z_sum, small.z_sum);
             },
             [&](int row, bool there, const float (&x)[8]) {
               if (!z_sums || !there) return;
-              float weight = y_rank1;
-              if (kOut) weight = table.y_rank1[row];
-              else if (rank1 != nullptr) weight *= __ldg(rank1 + (at.chunk + row) * scan.y_rank1.token);
-              if (decays()) weight *= table.to_end[row];
+              const float weight = z_weight(at, table, row, y_rank1, rank1);
 #pragma unroll
               for (int i = 0; i < 8; ++i) part[i] += weight * x[i];
               of_rows += weight;
@@ -420,20 +413,62 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       }
       if (needs_table) arrive_warp(small.table_empty[buffer]);
       if (updates() && at.head + 1 == scan.y_group && at.last_chunk(scan, kTokens)) {
-        const LastSums to = Base::last_sums(at);
-        if (y_sums && slice == 0 && to.y_sum != nullptr)
-          end_sum<Wide>(small.y_sum[next_y_sum], to.y_sum, 0, scan.y.width, to.factor);
-        if (z_sums && to.z_sum != nullptr) end_sum<Narrow>(small.next_z_sum, to.z_sum, first, scan.z.width, to.factor);
-        if (kWithZ && to.slot_rest != nullptr && slice == 0 && threadIdx.x % 128 == 0)
-          Base::write_slot_rest(at, to.slot_rest, count, log2_kept);
+        end_sums<kWithZ>(at, y_sums, z_sums, first, next_y_sum, count, log2_kept);
       }
       y_sum_at = next_y_sum;
     }
     if (kOut && warp == 0) {
-      wait(small.table_empty[n % 2], (n >> 1 & 1) ^ 1);
-      if (lane == 0) small.table[n % 2].at.valid = false;
-      arrive_warp(small.table_full[n % 2]);
+      end_tables(n, lane);
     }
+  }
+
+  // What sums of y and z are before the first chunk of a request.
+  __device__ __forceinline__ void begin_sums(const FirstSums& from, bool y_sums, bool z_sums, int first, int y_sum_at) const {
+    if (y_sums) begin_sum<Lane<kWidth>>(small.y_sum[y_sum_at], from.y_sum, 0, scan.y.width);
+    if (z_sums) begin_sum<Lane<S::kColumns>>(small.next_z_sum, from.z_sum, first, scan.z.width);
+  }
+
+  // A chunk's planes of Y. part: of this lane's columns of the sum of y.
+  __device__ __forceinline__ void bring_y(const Cursor& at, const Table& table, int y_head, int buffer, uint32_t parity2,
+                                          bool y_sums, bool decayed, float (&part)[8]) const {
+    bring<kWidth, true>(
+        scan.y, Base::shared_head(y_head, scan.y_share), at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head),
+        scan.y_factor.token, constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
+        [&](int row, bool, const float (&x)[8]) {
+          if (!y_sums) return;
+          const float weight = decayed ? table.to_end[row] : 1.0f;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) part[i] += weight * x[i];
+        });
+  }
+
+  // What a row of Z counts in the sum of z.
+  __device__ __forceinline__ float z_weight(const Cursor& at, const Table& table, int row, float y_rank1,
+                                            const float* rank1) const {
+    float weight = y_rank1;
+    if (kOut) weight = table.y_rank1[row];
+    else if (rank1 != nullptr) weight *= __ldg(rank1 + (at.chunk + row) * scan.y_rank1.token);
+    if (decays()) weight *= table.to_end[row];
+    return weight;
+  }
+
+  // Stores the sums after the last chunk of a request.
+  template <bool kWithZ>
+  __device__ __forceinline__ void end_sums(const Cursor& at, bool y_sums, bool z_sums, int first, int next_y_sum, float count,
+                                           double log2_kept) const {
+    const LastSums to = Base::last_sums(at);
+    if (y_sums && slice == 0 && to.y_sum != nullptr)
+      end_sum<Lane<kWidth>>(small.y_sum[next_y_sum], to.y_sum, 0, scan.y.width, to.factor);
+    if (z_sums && to.z_sum != nullptr) end_sum<Lane<S::kColumns>>(small.next_z_sum, to.z_sum, first, scan.z.width, to.factor);
+    if (kWithZ && to.slot_rest != nullptr && slice == 0 && threadIdx.x % 128 == 0)
+      Base::write_slot_rest(at, to.slot_rest, count, log2_kept);
+  }
+
+  // Tells who follows tables that there are no more.
+  __device__ __forceinline__ void end_tables(int n, int lane) const {
+    wait(small.table_empty[n % 2], (n >> 1 & 1) ^ 1);
+    if (lane == 0) small.table[n % 2].at.valid = false;
+    arrive_warp(small.table_full[n % 2]);
   }
 
   // The score group
@@ -677,86 +712,21 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       if (first && at.first_chunk(scan, kTokens)) read_state<kWidth>(state, Base::first_sums(at), K, V, column, lane);
       if (kOut) {
         wait(small.x_full, parity);
-        if (first) {
-          multiply<kWidth / 16, false, S::kWidePlane, 2>(
-              o, hopper::make_smem_descriptor(x_tile(), 0),
-              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  uint32_t planes[kPlanes];
-                  const float (&from)[4] = state[2 * step + i / 2];
-                  split_pair<Plane, kPlanes>(from[i % 2 * 2], from[i % 2 * 2 + 1], planes);
-                  a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
-                }
-              },
-              [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; },
-              [&](int step, uint32_t (&a)[4]) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  float x = state[2 * step + i / 2][i % 2 * 2], y = state[2 * step + i / 2][i % 2 * 2 + 1];
-                  // Or the compiler keeps what it made before.
-                  asm volatile("" : "+f"(x), "+f"(y));
-                  a[i] = pack_pair(Plane{}, x, y);
-                }
-              });
-        }
+        if (first) from_state(state, o);
         arrive_warp(small.x_empty, false);
       }
       if (updates()) wait(small.z_full, parity);
-      if (kOut && first) {
-        const float z_sum[2] = {scan.rank1 ? small.z_sum[of_slice] : 0.0f, scan.rank1 ? small.z_sum[of_slice + 8] : 0.0f};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int row = 8 * i + 2 * (lane % 4);
-          const float2 factor = *reinterpret_cast<const float2*>(&table.from_state[row]);
-          o[i][0] *= factor.x, o[i][1] *= factor.y, o[i][2] *= factor.x, o[i][3] *= factor.y;
-          if (scan.rank1) {
-            const float2 of_sum = *reinterpret_cast<const float2*>(&table.from_sum[row]);
-            o[i][0] += of_sum.x * z_sum[0], o[i][1] += of_sum.y * z_sum[0];
-            o[i][2] += of_sum.x * z_sum[1], o[i][3] += of_sum.y * z_sum[1];
-          }
-        }
-      }
+      if (kOut && first) scale_rows(table, of_slice, lane, o);
       // Planes of a warp's 16 columns of Z by 16 tokens.
       const uint32_t z_from = z_tile() + chunk_offset<kTokens>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
-      const auto load_columns = [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
-        load_matrices_transposed(a, z_from + step * 2048);
-        load_matrices_transposed(b, z_from + step * 2048 + S::kNarrowPlane);
-        load_matrices_transposed(c, z_from + step * 2048 + 2 * S::kNarrowPlane);
-      };
       if (kOut) {
         wait(small.p_full, parity);
         if (scan.causal) {
           // 0 times an infinity, or what is no number, must not reach tokens before its own.
           const bool odd = small.z_odd[warp / kGroups] != 0;
           float sum[8][4];
-          multiply<4, false, S::kBox, 1>(
-              sum, hopper::make_smem_descriptor(p_tile(), 0),
-              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
-                load_columns(step, a, b, c);
-                if (odd) {
-#pragma unroll
-                  for (int i = 0; i < 4; ++i) a[i] = b[i] = c[i] = 0;
-                }
-              },
-              [](int k) { return k * 2; },
-              [&](int step, uint32_t (&a)[4]) {
-                load_matrices_transposed(a, z_from + step * 2048);
-                if (odd) a[0] = a[1] = a[2] = a[3] = 0;
-              });
-          if (odd) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-#pragma unroll
-              for (int c = 0; c < 4; ++c)
-                o[i][c] += score_times_column<Plane, kPlanes, kTokens, S::kBox, S::kNarrowPlane>(
-                    p_tile(), z_tile(), 8 * i + 2 * (lane % 4) + c % 2, of_slice + c / 2 * 8, scan.reverse);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-#pragma unroll
-              for (int c = 0; c < 4; ++c) o[i][c] += sum[i][c];
-          }
+          multiply_scores(z_from, odd, sum);
+          add_products(odd, of_slice, lane, sum, o);
         }
         arrive_warp(small.p_empty);
       }
@@ -772,16 +742,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
           multiply<4, true, S::kWidePlane, 1>(
               sum, hopper::make_smem_descriptor(y_tile(buffer) + half * S::kBox, S::kBox),
               [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
-                load_columns(step, a, b, c);
-                if (!decays()) return;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  const float2 to_end = *reinterpret_cast<const float2*>(&table.to_end[16 * step + i / 2 * 8 + 2 * (lane % 4)]);
-                  uint32_t planes[kPlanes] = {a[i], b[i], c[i]};
-                  const float2 x = join_pair<Plane, kPlanes>(planes);
-                  split_pair<Plane, kPlanes>(x.x * to_end.x, x.y * to_end.y, planes);
-                  a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
-                }
+                load_columns(z_from, step, a, b, c);
+                if (decays()) scale_planes(table, step, lane, a, b, c);
               },
               [](int k) { return k * 128; });
 #pragma unroll
@@ -796,6 +758,104 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       if (S::kGrouped && last) finish_rows(at, small.out_scale[buffer], warp, lane, column, o);
       if (with_tables()) arrive_warp(small.table_empty[buffer]);
       if (!kOut) own.next(scan, kTokens);
+    }
+  }
+
+  // Oᵀ = Sᵀ Xᵀ
+  __device__ __forceinline__ void from_state(const float (&state)[kWidth / 8][4], float (&o)[8][4]) const {
+    multiply<kWidth / 16, false, S::kWidePlane, 2>(
+        o, hopper::make_smem_descriptor(x_tile(), 0),
+        [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            uint32_t planes[kPlanes];
+            const float (&from)[4] = state[2 * step + i / 2];
+            split_pair<Plane, kPlanes>(from[i % 2 * 2], from[i % 2 * 2 + 1], planes);
+            a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
+          }
+        },
+        [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; },
+        [&](int step, uint32_t (&a)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float x = state[2 * step + i / 2][i % 2 * 2], y = state[2 * step + i / 2][i % 2 * 2 + 1];
+            // Or the compiler keeps what it made before.
+            asm volatile("" : "+f"(x), "+f"(y));
+            a[i] = pack_pair(Plane{}, x, y);
+          }
+        });
+  }
+
+  // Rows of out so far: of the state and of the sum of z before the chunk.
+  __device__ __forceinline__ void scale_rows(const Table& table, int of_slice, int lane, float (&o)[8][4]) const {
+    const float z_sum[2] = {scan.rank1 ? small.z_sum[of_slice] : 0.0f, scan.rank1 ? small.z_sum[of_slice + 8] : 0.0f};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = 8 * i + 2 * (lane % 4);
+      const float2 factor = *reinterpret_cast<const float2*>(&table.from_state[row]);
+      o[i][0] *= factor.x, o[i][1] *= factor.y, o[i][2] *= factor.x, o[i][3] *= factor.y;
+      if (scan.rank1) {
+        const float2 of_sum = *reinterpret_cast<const float2*>(&table.from_sum[row]);
+        o[i][0] += of_sum.x * z_sum[0], o[i][1] += of_sum.y * z_sum[0];
+        o[i][2] += of_sum.x * z_sum[1], o[i][3] += of_sum.y * z_sum[1];
+      }
+    }
+  }
+
+  // Planes of Z at a step of 16 tokens.
+  static __device__ __forceinline__ void load_columns(uint32_t z_from, int step, uint32_t (&a)[4], uint32_t (&b)[4],
+                                                      uint32_t (&c)[4]) {
+    load_matrices_transposed(a, z_from + step * 2048);
+    load_matrices_transposed(b, z_from + step * 2048 + S::kNarrowPlane);
+    load_matrices_transposed(c, z_from + step * 2048 + 2 * S::kNarrowPlane);
+  }
+
+  // Zᵀ Pᵀ; 0 if odd.
+  __device__ __forceinline__ void multiply_scores(uint32_t z_from, bool odd, float (&sum)[8][4]) const {
+    multiply<4, false, S::kBox, 1>(
+        sum, hopper::make_smem_descriptor(p_tile(), 0),
+        [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
+          load_columns(z_from, step, a, b, c);
+          if (odd) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = b[i] = c[i] = 0;
+          }
+        },
+        [](int k) { return k * 2; },
+        [&](int step, uint32_t (&a)[4]) {
+          load_matrices_transposed(a, z_from + step * 2048);
+          if (odd) a[0] = a[1] = a[2] = a[3] = 0;
+        });
+  }
+
+  // Adds them to rows of out; if odd number by number, for rows that see them.
+  __device__ __forceinline__ void add_products(bool odd, int of_slice, int lane, const float (&sum)[8][4],
+                                               float (&o)[8][4]) const {
+    if (odd) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          o[i][c] += score_times_column<Plane, kPlanes, kTokens, S::kBox, S::kNarrowPlane>(
+              p_tile(), z_tile(), 8 * i + 2 * (lane % 4) + c % 2, of_slice + c / 2 * 8, scan.reverse);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o[i][c] += sum[i][c];
+    }
+  }
+
+  // Planes of Z times the decay up to the chunk's end.
+  static __device__ __forceinline__ void scale_planes(const Table& table, int step, int lane, uint32_t (&a)[4],
+                                                      uint32_t (&b)[4], uint32_t (&c)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 to_end = *reinterpret_cast<const float2*>(&table.to_end[16 * step + i / 2 * 8 + 2 * (lane % 4)]);
+      uint32_t planes[kPlanes] = {a[i], b[i], c[i]};
+      const float2 x = join_pair<Plane, kPlanes>(planes);
+      split_pair<Plane, kPlanes>(x.x * to_end.x, x.y * to_end.y, planes);
+      a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
     }
   }
 

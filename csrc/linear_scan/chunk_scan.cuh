@@ -10,9 +10,9 @@
 
 #include <type_traits>
 
-#include "core/chunk_scan.h"
 #include "core/integers.h"
 #include "core/mma.cuh"
+#include "linear_scan/chunk_scan.h"
 
 namespace leanfleet {
 namespace chunk {

@@ -1,17 +1,17 @@
 // chunk_scan on the host: how tokens and columns are cut, and the launches.
-#include "core/chunk_scan.h"
+#include "linear_scan/chunk_scan.h"
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <atomic>
 
-#include "core/chunk_scan_hopper.cuh"
-#include "core/chunk_scan_hopper_float32.cuh"
 #include "core/cuda_target.h"
 #include "core/op.h"
-#include "core/row_sums.h"
-#include "core/tensor_map.cuh"
+#include "linear_scan/chunk_scan_hopper.cuh"
+#include "linear_scan/chunk_scan_hopper_float32.cuh"
+#include "linear_scan/row_sums.h"
+#include "linear_scan/tensor_map.cuh"
 
 namespace leanfleet {
 
