@@ -240,6 +240,10 @@ struct Pass {
     work = find_work(args, window.first_slot, window.slots, blockIdx.x / units);
   }
 
+  // The warp's room among those of all, and the bytes of a tile before its part of D.
+  __device__ __forceinline__ uint32_t room(uint32_t rooms) const { return rooms + (kWarps * part + slab) * kWarpRoom; }
+  __device__ __forceinline__ uint32_t tile_part() const { return part * kSquareBytes; }
+
   // A barrier of the warps that have the same columns.
   __device__ __forceinline__ void meet() const {
     if constexpr (kParts > 1) named_barrier(1 + slab, 32 * kParts);
@@ -308,7 +312,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) ForwardsKernel(const _
   if (!work.there) return;
   const uint32_t base = shared_address(shared);
   const int lane = pass.lane, D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width);
-  const uint32_t room = base + L::kRoom + (kWarps * pass.part + pass.slab) * kWarpRoom, part = pass.part * kSquareBytes;
+  const uint32_t room = pass.room(base + L::kRoom), part = pass.tile_part();
   const auto take = [&](int64_t chunk, uint32_t stage) {
     const int64_t token = work.span.begin + chunk * kChunk;
     const int tokens = tokens_in(pass, chunk);
@@ -429,7 +433,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
   if (!work.there) return;
   const uint32_t base = shared_address(shared);
   const int lane = pass.lane, D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width);
-  const uint32_t room = base + L::kRoom + (kWarps * pass.part + pass.slab) * kWarpRoom, part = pass.part * kSquareBytes;
+  const uint32_t room = pass.room(base + L::kRoom), part = pass.tile_part();
   const auto take_head = [&](int64_t chunk, int h, uint32_t stage) {
     const int64_t token = work.span.begin + chunk * kChunk, out_head = pass.head * window.group + h;
     const int tokens = tokens_in(pass, chunk);
