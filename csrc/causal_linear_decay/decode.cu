@@ -242,6 +242,31 @@ __global__ void __launch_bounds__(kThreads, kThreads > kStepThreads ? 1
   }
 }
 
+// A token into four columns of a thread's rows of a state.
+__device__ __forceinline__ void take_token(float4 (&state)[kThreadRows], float decay, const float (&k)[kThreadRows],
+                                           const float4& v) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    float4& s = state[i];
+    s.x = times_decay(s.x, decay) + k[i] * v.x, s.y = times_decay(s.y, decay) + k[i] * v.y;
+    s.z = times_decay(s.z, decay) + k[i] * v.z, s.w = times_decay(s.w, decay) + k[i] * v.w;
+  }
+}
+
+// A query's outputs of a warp's rows, in all of its lanes that have the same columns.
+__device__ __forceinline__ float4 warp_output(const float4 (&state)[kThreadRows], const float (&q)[kThreadRows]) {
+  float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+    out.x += q[i] * state[i].x, out.y += q[i] * state[i].y, out.z += q[i] * state[i].z, out.w += q[i] * state[i].w;
+#pragma unroll
+  for (int offset = kColumnLanes; offset < 32; offset *= 2) {
+    out.x += __shfl_xor_sync(kAll, out.x, offset), out.y += __shfl_xor_sync(kAll, out.y, offset);
+    out.z += __shfl_xor_sync(kAll, out.z, offset), out.w += __shfl_xor_sync(kAll, out.w, offset);
+  }
+  return out;
+}
+
 template <class T, class S, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     DecodeKernel(const __grid_constant__ Args args, const __grid_constant__ States<S> states,
@@ -321,24 +346,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
       const float4 v = *reinterpret_cast<const float4*>(values + t * kColumns + mine);
       float k[kThreadRows];
       load8(keys + t * padded + row_group * kThreadRows, k);
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) {
-        float4& s = state[i];
-        s.x = times_decay(s.x, decay) + k[i] * v.x, s.y = times_decay(s.y, decay) + k[i] * v.y;
-        s.z = times_decay(s.z, decay) + k[i] * v.z, s.w = times_decay(s.w, decay) + k[i] * v.w;
-      }
+      take_token(state, decay, k, v);
       for (int g = 0; g < group; ++g) {
-        float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float q[kThreadRows];
         load8(queries + (g * plan.tile + t) * padded + row_group * kThreadRows, q);
-#pragma unroll
-        for (int i = 0; i < kThreadRows; ++i)
-          out.x += q[i] * state[i].x, out.y += q[i] * state[i].y, out.z += q[i] * state[i].z, out.w += q[i] * state[i].w;
-#pragma unroll
-        for (int offset = kColumnLanes; offset < 32; offset *= 2) {
-          out.x += __shfl_xor_sync(kAll, out.x, offset), out.y += __shfl_xor_sync(kAll, out.y, offset);
-          out.z += __shfl_xor_sync(kAll, out.z, offset), out.w += __shfl_xor_sync(kAll, out.w, offset);
-        }
+        const float4 out = warp_output(state, q);
         if (lane < kColumnLanes)
           *reinterpret_cast<float4*>(partial + ((g * plan.tile + t) * warps + warp) * kColumns + mine) = out;
       }

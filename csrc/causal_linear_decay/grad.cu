@@ -224,107 +224,126 @@ ChunkTensor part_of(ChunkTensor x, int64_t first, int32_t dtype) {
   return x;
 }
 
-}  // namespace
+// Gradients of queries or keys, of each head of the output or of each state: where these share heads a buffer of their own.
+void* grads_apart(const Inputs& in, void* grad, int64_t heads, bool shared, Workspace& ws) {
+  const int64_t bytes = in.batch * heads * in.tokens * in.key_width * element_size(static_cast<DType>(in.dtype));
+  char* const buffer = ws.scratch<char>(shared ? bytes : 0);
+  return shared ? buffer : grad;
+}
 
-int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
+// What the three scans have in common.
+ChunkScan common_scan(const Inputs& in) {
+  ChunkScan scan = {};
+  scan.dtype = in.dtype;
+  scan.causal = true;
+  scan.batch = in.batch;
+  scan.requests = scan.state_rows = in.requests;
+  scan.tokens = in.tokens;
+  scan.cu_seqlens = in.cu_seqlens;
+  scan.x_factor.scale = scan.y_factor.scale = scan.z_factor.scale = 1.0f;
+  scan.log_decay = in.log_decay;
+  scan.decay_per_token = in.decay_per_token;
+  scan.decay_batch = in.decay_strides.batch;
+  scan.decay_head = in.decay_strides.head;
+  scan.decay_token = in.decay_strides.token;
+  return scan;
+}
+
+// The three scans over whole rows, of which each runs a part of up to kChunkMaxWidth columns.
+struct GradScans {
+  ChunkTensor query, key, value, grad_output;
+  ChunkScan of_query, of_key, of_value;
+};
+
+GradScans scans_of(const GradArgs& args, void* query_grads, void* key_grads) {
   const Inputs& in = args.in;
-  const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
-  const int64_t group = in.heads / in.v_heads;
-  const auto stream = static_cast<cudaStream_t>(target.stream);
-  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, R), key = chunk_tensor(in.key, in.key_strides, R);
-  const ChunkTensor value = chunk_tensor(in.value, in.value_strides, V);
-  const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, V);
-
-  ChunkScan common = {};
-  common.dtype = in.dtype;
-  common.causal = true;
-  common.batch = in.batch;
-  common.requests = common.state_rows = in.requests;
-  common.tokens = in.tokens;
-  common.cu_seqlens = in.cu_seqlens;
-  common.x_factor.scale = common.y_factor.scale = common.z_factor.scale = 1.0f;
-  common.log_decay = in.log_decay;
-  common.decay_per_token = in.decay_per_token;
-  common.decay_batch = in.decay_strides.batch;
-  common.decay_head = in.decay_strides.head;
-  common.decay_token = in.decay_strides.token;
-
-  // Gradients of each head of the output and of each state, where these share queries or keys.
-  const auto apart = [&](void* grad, int64_t heads, bool shared) -> void* {
-    const int64_t bytes = in.batch * heads * in.tokens * R * element_size(static_cast<DType>(in.dtype));
-    char* const buffer = ws.scratch<char>(shared ? bytes : 0);
-    return shared ? buffer : grad;
-  };
-  void* const query_grads = apart(args.grad_query, in.heads, in.query_share > 1);
-  void* const key_grads = apart(args.grad_key, in.v_heads, in.key_share > 1);
+  const int64_t R = in.key_width, V = in.value_width, state_floats = R * V, group = in.heads / in.v_heads;
+  GradScans scans = {};
+  scans.query = chunk_tensor(in.query, in.query_strides, R);
+  scans.key = chunk_tensor(in.key, in.key_strides, R);
+  scans.value = chunk_tensor(in.value, in.value_strides, V);
+  scans.grad_output = chunk_tensor(args.grad_output, in.output_strides, V);
   const auto strides_of = [&](const ChunkTensor& x, int64_t heads, bool shared) {
     return shared ? ChunkTensor{nullptr, heads * in.tokens * R, in.tokens * R, R, x.width} : x;
   };
 
-  ChunkScan of_query = common;
+  ChunkScan& of_query = scans.of_query = common_scan(in);
   of_query.heads = static_cast<int32_t>(in.heads);
   of_query.x_group = static_cast<int32_t>(group);
   of_query.y_group = 1;
-  of_query.x = grad_output;
-  of_query.y = value;
-  of_query.z = key;
+  of_query.x = scans.grad_output;
+  of_query.y = scans.value;
+  of_query.z = scans.key;
   of_query.z_share = in.key_share;
   of_query.source_share = in.query_share;
   of_query.out = query_grads;
-  of_query.out_strides = strides_of(query, in.heads, in.query_share > 1);
+  of_query.out_strides = strides_of(scans.query, in.heads, in.query_share > 1);
   of_query.x_factor.scale = in.scale;
   of_query.initial = {const_cast<float*>(args.initial_state), 1, V, state_floats, nullptr, nullptr, nullptr};
 
-  ChunkScan of_key = common;
+  ChunkScan& of_key = scans.of_key = common_scan(in);
   of_key.reverse = true;
   of_key.heads = static_cast<int32_t>(in.v_heads);
   of_key.x_group = 1;
   of_key.y_group = static_cast<int32_t>(group);
-  of_key.x = value;
-  of_key.y = grad_output;
-  of_key.z = query;
+  of_key.x = scans.value;
+  of_key.y = scans.grad_output;
+  of_key.z = scans.query;
   of_key.z_share = in.query_share;
   of_key.source_share = in.key_share;
   of_key.out = key_grads;
-  of_key.out_strides = strides_of(key, in.v_heads, in.key_share > 1);
+  of_key.out_strides = strides_of(scans.key, in.v_heads, in.key_share > 1);
   of_key.y_factor.scale = in.scale;
   of_key.initial = {const_cast<float*>(args.grad_final_state), 1, V, state_floats, nullptr, nullptr, nullptr};
 
-  ChunkScan of_value = of_key;
-  of_value.x = key;
-  of_value.y = query;
-  of_value.z = grad_output;
+  ChunkScan& of_value = scans.of_value = of_key;
+  of_value.x = scans.key;
+  of_value.y = scans.query;
+  of_value.z = scans.grad_output;
   of_value.x_share = in.key_share;
   of_value.y_share = in.query_share;
   of_value.z_share = of_value.source_share = 1;
   of_value.out = args.grad_value;
-  of_value.out_strides = value;
+  of_value.out_strides = scans.value;
   of_value.initial.k_stride = V;
   of_value.initial.v_stride = 1;
   of_value.last = {args.grad_initial_state, V, 1, state_floats, nullptr, nullptr, nullptr};
   of_value.final_decayed = true;
+  return scans;
+}
 
-  const bool counting = ws.counting();
-  cudaError_t error = cudaSuccess;
-  if (!counting && args.grad_initial_state != nullptr && (in.cu_seqlens != nullptr || in.tokens == 0)) {
-    // Requests without tokens.
-    const size_t bytes = sizeof(float) * static_cast<size_t>(in.requests * in.v_heads * state_floats);
-    error = args.grad_final_state != nullptr
-                ? cudaMemcpyAsync(args.grad_initial_state, args.grad_final_state, bytes, cudaMemcpyDeviceToDevice, stream)
-                : cudaMemsetAsync(args.grad_initial_state, 0, bytes, stream);
+// Scans, kMaxTogether of them at a time.
+struct ScanQueue {
+  const CudaTarget& target;
+  Workspace& ws;
+  ChunkScan scans[kMaxTogether] = {};
+  int count = 0, failed = cudaSuccess;
+
+  void add(const ChunkScan& one) {
+    scans[count++] = one;
+    if (count == kMaxTogether) run();
   }
-  if (error != cudaSuccess) return error;
+  void run() {
+    if (failed == cudaSuccess) failed = chunk_scans(scans, count, target, ws);
+    count = 0;
+  }
+};
 
-  const int parts = static_cast<int>(ceil_div(V, kChunkMaxWidth));
-  if (parts > kMaxParts) return cudaErrorNotSupported;
+// What the gradient of the decay takes of the scans of queries and of keys, which have the same segments for it.
+struct DecayGrad {
+  const GradArgs& args;
+  ChunkScan plan;  // has these segments
   DecayGradSums sums = {};
-  sums.in = in;
-  sums.parts = parts;
   float *query_dots = nullptr, *key_dots = nullptr, *final_states = nullptr, *final_dots = nullptr;
-  ChunkScan plan = of_key;
-  plan.y = plan.x = part_of(value, 0, in.dtype);
-  chunk_scan_plan(plan, target.sm_count);
-  if (args.wants_grad_decay) {
+
+  DecayGrad(const GradArgs& args, const GradScans& scans, int parts, const CudaTarget& target, Workspace& ws)
+      : args(args), plan(scans.of_key) {
+    const Inputs& in = args.in;
+    plan.y = plan.x = part_of(scans.value, 0, in.dtype);
+    chunk_scan_plan(plan, target.sm_count);
+    if (!args.wants_grad_decay) return;
+    sums.in = in;
+    sums.parts = parts;
     sums.segments = plan.segments;
     sums.segment_tokens = plan.segment_tokens;
     sums.slot_floats = plan.slot_floats;
@@ -334,97 +353,140 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
     sums.query_dots = query_dots;
     sums.key_dots = key_dots;
     if (args.has_grad_final_state) {
-      final_states = ws.scratch<float>(in.requests * in.v_heads * state_floats);
+      final_states = ws.scratch<float>(in.requests * in.v_heads * in.key_width * in.value_width);
       final_dots = ws.scratch<float>(in.requests * in.v_heads);
     }
     if (!in.decay_per_token) sums.partial = ws.scratch<double>(in.batch * in.v_heads * plan.segments);
   }
-  ChunkScan scans[kMaxTogether];
-  int count = 0, failed = cudaSuccess;
-  const auto run = [&] {
-    if (failed == cudaSuccess) failed = chunk_scans(scans, count, target, ws);
-    count = 0;
-  };
-  const auto add = [&](const ChunkScan& one) {
-    scans[count++] = one;
-    if (count == kMaxTogether) run();
-  };
-  const auto keep_slots = [&](ChunkScan one) {
+
+  ChunkScan with_segments(ChunkScan one) const {
     one.segments = plan.segments;
     one.segment_tokens = plan.segment_tokens;
     one.slot_floats = plan.slot_floats;
     one.slices = plan.slices;
     one.own_slots = true;
     return one;
-  };
-  const auto take_slots = [&](ChunkScan& one) { one.slots = ws.scratch<float>(chunk_scan_slots(one) * plan.slot_floats); };
-  for (int part = 0; part < parts; ++part) {
-    const int64_t first = static_cast<int64_t>(part) * kChunkMaxWidth;
-    for (ChunkScan one : {of_query, of_key}) {
-      one.x = part_of(one.x, first, in.dtype);
-      one.y = part_of(one.y, first, in.dtype);
-      one.accumulate = part > 0;
-      if (one.initial.state != nullptr) one.initial.state += first;
-      if (args.wants_grad_decay) {
-        one = keep_slots(one);
-        take_slots(one);
-        sums.slot_sums[part] = one.y.width * R;
-        const int64_t dots = static_cast<int64_t>(part) * plan.slices * in.batch * in.tokens;
-        if (one.reverse) {
-          sums.reverse_slots[part] = one.slots;
-          one.source = key;
-          one.row_dot = key_dots + dots * in.v_heads;
-        } else {
-          sums.forward_slots[part] = one.slots;
-          one.source = query;
-          one.row_dot = query_dots + dots * in.heads;
-          if (final_states != nullptr) one.last = {final_states + first, 1, V, state_floats, nullptr, nullptr, nullptr};
-        }
-      }
-      add(one);
-    }
   }
-  for (int64_t first = 0; first < R; first += kChunkMaxWidth) {
-    ChunkScan one = of_value;
-    one.x = part_of(one.x, first, in.dtype);
-    one.y = part_of(one.y, first, in.dtype);
-    one.accumulate = first > 0;
-    if (one.initial.state != nullptr) one.initial.state += first * V;
-    if (one.last.state != nullptr) one.last.state += first * V;
-    // Like the other two, if it then runs beside them.
-    if (args.wants_grad_decay && parts == 1 && first == 0 && chunk_scans_join(scans[1], keep_slots(one), target)) {
-      one = keep_slots(one);
-      take_slots(one);
-    }
-    add(one);
+  ChunkScan with_slots(const ChunkScan& scan, Workspace& ws) const {
+    ChunkScan one = with_segments(scan);
+    one.slots = ws.scratch<float>(chunk_scan_slots(one) * plan.slot_floats);
+    return one;
   }
-  run();
-  if (failed != cudaSuccess) return failed;
-  if (counting) return cudaSuccess;
+
+  // A part of the scan of queries or, in reverse, of keys, that also leaves its states and the dots of its rows.
+  ChunkScan watched(const ChunkScan& scan, const GradScans& scans, int part, Workspace& ws) {
+    const Inputs& in = args.in;
+    ChunkScan one = with_slots(scan, ws);
+    sums.slot_sums[part] = one.y.width * in.key_width;
+    const int64_t dots = static_cast<int64_t>(part) * plan.slices * in.batch * in.tokens;
+    if (one.reverse) {
+      sums.reverse_slots[part] = one.slots;
+      one.source = scans.key;
+      one.row_dot = key_dots + dots * in.v_heads;
+    } else {
+      sums.forward_slots[part] = one.slots;
+      one.source = scans.query;
+      one.row_dot = query_dots + dots * in.heads;
+      if (final_states != nullptr)
+        one.last = {final_states + static_cast<int64_t>(part) * kChunkMaxWidth,
+                    1,
+                    in.value_width,
+                    in.key_width * in.value_width,
+                    nullptr,
+                    nullptr,
+                    nullptr};
+    }
+    return one;
+  }
+
+  // Behind all scans.
+  cudaError_t launch(cudaStream_t stream) {
+    const Inputs& in = args.in;
+    sums.grad_log_decay = args.grad_log_decay;
+    if (in.tokens == 0 || in.batch == 0) {
+      const size_t bytes = sizeof(float) * static_cast<size_t>(in.decay_per_token ? 0 : in.v_heads);
+      return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.grad_log_decay, 0, bytes, stream);
+    }
+    if (final_states != nullptr && in.requests > 0) {
+      StateDotKernel<<<static_cast<unsigned>(in.requests * in.v_heads), kThreads, 0, stream>>>(
+          final_states, args.grad_final_state, in.key_width * in.value_width, final_dots);
+      sums.final_dots = final_dots;
+    }
+    const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.v_heads), static_cast<unsigned>(in.batch));
+    DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
+    if (sums.partial != nullptr)
+      DecayGradTotalKernel<<<static_cast<unsigned>(in.v_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
+                                                                                       args.grad_log_decay);
+    return cudaGetLastError();
+  }
+};
+
+// The gradient of the initial state of requests without tokens, which no scan writes: that of the final one.
+cudaError_t hand_on_states(const GradArgs& args, cudaStream_t stream) {
+  const Inputs& in = args.in;
+  if (args.grad_initial_state == nullptr || (in.cu_seqlens == nullptr && in.tokens > 0)) return cudaSuccess;
+  const size_t bytes = sizeof(float) * static_cast<size_t>(in.requests * in.v_heads * in.key_width * in.value_width);
+  return args.grad_final_state != nullptr
+             ? cudaMemcpyAsync(args.grad_initial_state, args.grad_final_state, bytes, cudaMemcpyDeviceToDevice, stream)
+             : cudaMemsetAsync(args.grad_initial_state, 0, bytes, stream);
+}
+
+// Gradients of shared queries and keys out of those apart.
+cudaError_t sum_shared(const GradArgs& args, const void* query_grads, const void* key_grads, cudaStream_t stream) {
+  const Inputs& in = args.in;
   const auto sum = [&](const void* from, void* to, int64_t heads, int32_t share, const Strides& strides) -> cudaError_t {
     if (share == 1) return cudaSuccess;
     return with_type(in.dtype,
                      [&](auto type) { return sum_heads<decltype(type)>(in, from, to, heads, share, strides, stream); });
   };
-  error = sum(query_grads, args.grad_query, in.q_heads, in.query_share, in.query_strides);
-  if (error == cudaSuccess) error = sum(key_grads, args.grad_key, in.k_heads, in.key_share, in.key_strides);
-  if (error != cudaSuccess || !args.wants_grad_decay) return error;
-  sums.grad_log_decay = args.grad_log_decay;
-  if (in.tokens == 0 || in.batch == 0) {
-    const size_t bytes = sizeof(float) * static_cast<size_t>(in.decay_per_token ? 0 : in.v_heads);
-    return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.grad_log_decay, 0, bytes, stream);
+  const cudaError_t error = sum(query_grads, args.grad_query, in.q_heads, in.query_share, in.query_strides);
+  return error != cudaSuccess ? error : sum(key_grads, args.grad_key, in.k_heads, in.key_share, in.key_strides);
+}
+
+}  // namespace
+
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  void* const query_grads = grads_apart(in, args.grad_query, in.heads, in.query_share > 1, ws);
+  void* const key_grads = grads_apart(in, args.grad_key, in.v_heads, in.key_share > 1, ws);
+  const GradScans scans = scans_of(args, query_grads, key_grads);
+  if (!ws.counting()) {
+    const cudaError_t error = hand_on_states(args, stream);
+    if (error != cudaSuccess) return error;
   }
-  if (final_states != nullptr && in.requests > 0) {
-    StateDotKernel<<<static_cast<unsigned>(in.requests * in.v_heads), kThreads, 0, stream>>>(
-        final_states, args.grad_final_state, state_floats, final_dots);
-    sums.final_dots = final_dots;
+  const int parts = static_cast<int>(ceil_div(in.value_width, kChunkMaxWidth));
+  if (parts > kMaxParts) return cudaErrorNotSupported;
+  DecayGrad decay(args, scans, parts, target, ws);
+
+  ScanQueue queue{target, ws};
+  for (int part = 0; part < parts; ++part) {
+    const int64_t first = static_cast<int64_t>(part) * kChunkMaxWidth;
+    for (ChunkScan one : {scans.of_query, scans.of_key}) {
+      one.x = part_of(one.x, first, in.dtype);
+      one.y = part_of(one.y, first, in.dtype);
+      one.accumulate = part > 0;
+      if (one.initial.state != nullptr) one.initial.state += first;
+      queue.add(args.wants_grad_decay ? decay.watched(one, scans, part, ws) : one);
+    }
   }
-  const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.v_heads), static_cast<unsigned>(in.batch));
-  DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
-  if (sums.partial != nullptr)
-    DecayGradTotalKernel<<<static_cast<unsigned>(in.v_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
-                                                                                     args.grad_log_decay);
-  return cudaGetLastError();
+  for (int64_t first = 0; first < in.key_width; first += kChunkMaxWidth) {
+    ChunkScan one = scans.of_value;
+    one.x = part_of(one.x, first, in.dtype);
+    one.y = part_of(one.y, first, in.dtype);
+    one.accumulate = first > 0;
+    if (one.initial.state != nullptr) one.initial.state += first * in.value_width;
+    if (one.last.state != nullptr) one.last.state += first * in.value_width;
+    // Like the other two, if it then runs beside them.
+    const bool beside =
+        args.wants_grad_decay && parts == 1 && first == 0 && chunk_scans_join(queue.scans[1], decay.with_segments(one), target);
+    queue.add(beside ? decay.with_slots(one, ws) : one);
+  }
+  queue.run();
+  if (queue.failed != cudaSuccess) return queue.failed;
+  if (ws.counting()) return cudaSuccess;
+  const cudaError_t error = sum_shared(args, query_grads, key_grads, stream);
+  return error != cudaSuccess || !args.wants_grad_decay ? error : decay.launch(stream);
 }
 
 }  // namespace leanfleet::causal_linear_decay

@@ -249,6 +249,46 @@ struct Tile {
   }
 };
 
+// What follows is of a thread of CausalDotProductKernel: it has 4 columns of kRows rows of a state in registers, and with
+// normalize, where kNorms is kRows and not 1, the norm of these rows.
+
+// A token into the state. scaled: its tile's decays are in keys and queries.
+template <int kRows, int kNorms>
+__device__ __forceinline__ void take_token(float (&state)[kRows][4], float (&norm)[kNorms], bool scaled, float decay,
+                                           const float4 (&key)[kRows / 4], float4 value) {
+#pragma unroll
+  for (int quad = 0; quad < kRows / 4; ++quad) {
+    const float k[4] = {key[quad].x, key[quad].y, key[quad].z, key[quad].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float (&row)[4] = state[4 * quad + j];
+      if (!scaled) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) row[c] = times_decay(row[c], decay);
+        if (kNorms > 1) norm[4 * quad + j] = times_decay(norm[4 * quad + j], decay);
+      }
+      row[0] += k[j] * value.x, row[1] += k[j] * value.y, row[2] += k[j] * value.z, row[3] += k[j] * value.w;
+      if (kNorms > 1) norm[4 * quad + j] += k[j];
+    }
+  }
+}
+// The thread's part of a query's outputs and of their divisor.
+template <int kRows, int kNorms>
+__device__ __forceinline__ void query_product(const float (&state)[kRows][4], const float (&norm)[kNorms],
+                                              const float4 (&query)[kRows / 4], float (&out)[4], float& sum) {
+  out[0] = out[1] = out[2] = out[3] = sum = 0.0f;
+#pragma unroll
+  for (int quad = 0; quad < kRows / 4; ++quad) {
+    const float q[4] = {query[quad].x, query[quad].y, query[quad].z, query[quad].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out[c] += q[j] * state[4 * quad + j][c];
+      if (kNorms > 1) sum += q[j] * norm[4 * quad + j];
+    }
+  }
+}
+
 // The row recurrence (LD section 3.1.2): a thread has 4 columns of 4 * kQuads rows of the state in registers.
 template <class T, int kQuads, bool kNormalize>
 __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
@@ -261,6 +301,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
   const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the CTA's
   const int64_t column = tile.column + mine, row = tile.state_row();
   const bool vectors = V % 4 == 0 && layout.whole_states;
+
   const auto row_at = [&](int quad) { return (quad * lanes + row_lane) * 4; };
 
   float state[4 * kQuads][4], norm[kNormalize ? 4 * kQuads : 1];
@@ -313,36 +354,6 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
       }
     }
   };
-  const auto take = [&](bool scaled, float decay, const float4(&key)[kQuads], float4 value) {
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const float k[4] = {key[quad].x, key[quad].y, key[quad].z, key[quad].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float (&row)[4] = state[4 * quad + j];
-        if (!scaled) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) row[c] = times_decay(row[c], decay);
-          if (kNormalize) norm[4 * quad + j] = times_decay(norm[4 * quad + j], decay);
-        }
-        row[0] += k[j] * value.x, row[1] += k[j] * value.y, row[2] += k[j] * value.z, row[3] += k[j] * value.w;
-        if (kNormalize) norm[4 * quad + j] += k[j];
-      }
-    }
-  };
-  const auto product = [&](const float4(&query)[kQuads], float (&o)[4], float& s) {
-    o[0] = o[1] = o[2] = o[3] = s = 0.0f;
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const float q[4] = {query[quad].x, query[quad].y, query[quad].z, query[quad].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) o[c] += q[j] * state[4 * quad + j][c];
-        if (kNormalize) s += q[j] * norm[4 * quad + j];
-      }
-    }
-  };
   const int step = tile.group == 1 ? 2 : 1;  // tokens at once: the heads of a group read the state of each token in turn
 
   int buffer = 0;
@@ -373,8 +384,8 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (i == 1 && !second) break;
-          if (g == 0) take(scaled, tile.decay[t + i], k[i], value[i]);
-          product(q[i], out[i], sum[i]);
+          if (g == 0) take_token(state, norm, scaled, tile.decay[t + i], k[i], value[i]);
+          query_product(state, norm, q[i], out[i], sum[i]);
         }
         waiting = true, pair = second;
         to_output = tile.output + ((g * layout.tile + t) << layout.column_shift) + mine;

@@ -328,261 +328,358 @@ __device__ void move_row(float* data, bool v_first, int d, int D, int V, int col
   }
 }
 
-// A CTA: (request, value head, slice of columns). D rounded up to whole warps of threads.
-template <class T>
-__global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_constant__ Plan plan) {
-  extern __shared__ float states_shared[];
-  const GradArgs& grad = plan.args;
-  const Args& args = grad.in;
-  const int D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width), columns = plan.columns;
-  const int threads = static_cast<int>(blockDim.x), d = static_cast<int>(threadIdx.x), wide = columns + kPad;
-  const Shared s = carve(states_shared, threads, columns);
-  float *const own_state = s.state + d * wide, *const own_grad = s.grad + d * wide;
+// A thread's keys and decays of a chunk's tokens, 0 and 1 behind them.
+struct OwnChunk {
+  float keys[kChunk], decays[kChunk];
+};
 
-  const int64_t slice = blockIdx.x % plan.slices, unit = blockIdx.x / plan.slices;
-  const int64_t head = unit % args.v_heads, request = unit / args.v_heads, group = args.heads / args.v_heads;
-  const int64_t key_head = head / (args.v_heads / args.k_heads), batch = args.cu_seqlens != nullptr ? 0 : request;
-  const int column = static_cast<int>(slice) * columns;
-  const Span tokens = tokens_of_request(args, request);
-  const int64_t chunks = ceil_div(tokens.end - tokens.begin, int64_t{kChunk}), slots = first_slot(plan, request, tokens.begin);
-  const int64_t state_at = (request * args.v_heads + head) * D * V;
-  const int64_t held_floats = static_cast<int64_t>(D + kChunk) * columns, border_floats = static_cast<int64_t>(D) * columns;
-  const auto held_at = [&](int64_t chunk) {
+// A thread's part of StatesKernel. CTA: (request, value head, slice of columns).
+template <class T>
+struct Walk {
+  const Plan& plan;
+  const GradArgs& grad;
+  const Args& args;
+  int D, V, columns, threads, d, wide, column;  // column: the slice's first
+  Shared s;
+  float *own_state, *own_grad;  // rows of s.state and s.grad
+  int64_t slice, head, request, group, key_head, batch;
+  Span tokens;
+  int64_t chunks, slots;  // of the request, and its first slot
+  int64_t state_at, held_floats, border_floats;
+
+  __device__ __forceinline__ Walk(const Plan& of, float* shared) : plan(of), grad(of.args), args(of.args.in) {
+    D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width), columns = plan.columns;
+    threads = static_cast<int>(blockDim.x), d = static_cast<int>(threadIdx.x), wide = columns + kPad;
+    s = carve(shared, threads, columns);
+    own_state = s.state + d * wide, own_grad = s.grad + d * wide;
+    slice = blockIdx.x % plan.slices;
+    const int64_t unit = blockIdx.x / plan.slices;
+    head = unit % args.v_heads, request = unit / args.v_heads, group = args.heads / args.v_heads;
+    key_head = head / (args.v_heads / args.k_heads), batch = args.cu_seqlens != nullptr ? 0 : request;
+    column = static_cast<int>(slice) * columns;
+    tokens = tokens_of_request(args, request);
+    chunks = ceil_div(tokens.end - tokens.begin, int64_t{kChunk}), slots = first_slot(plan, request, tokens.begin);
+    state_at = (request * args.v_heads + head) * D * V;
+    held_floats = static_cast<int64_t>(D + kChunk) * columns, border_floats = static_cast<int64_t>(D) * columns;
+  }
+
+  __device__ __forceinline__ float* held_at(int64_t chunk) const {
     const int64_t place = plan.span >= plan.chunks ? slots + chunk : request * plan.span + chunk % plan.span;
     return plan.held + ((place * args.v_heads + head) * plan.slices + slice) * held_floats;
-  };
-  const auto border_at = [&](int64_t span) {
+  }
+  __device__ __forceinline__ float* border_at(int64_t span) const {
     return plan.borders + (((request * plan.spans + span) * args.v_heads + head) * plan.slices + slice) * border_floats +
            static_cast<int64_t>(d) * columns;
-  };
+  }
 
-  float keys[kChunk], decays[kChunk];
-  // A chunk's keys and decays of this thread, and its betas; 0, 1 and 0 behind its tokens.
-  const auto take_chunk = [&](int64_t token, int64_t slot) {
+  // The thread's row of a state; null: zeros.
+  __device__ __forceinline__ void load_row(const float* state, float* own) const {
+    move_row<false>(const_cast<float*>(state), args.state_v_first, d, D, V, column, columns, own);
+  }
+  __device__ __forceinline__ void store_row(float* state, float* own) const {
+    move_row<true>(state, args.state_v_first, d, D, V, column, columns, own);
+  }
+
+  // N or P of a chunk.
+  __device__ __forceinline__ void take_key_scores(int64_t slot) const {
+    for (int i = d; i < kSquare; i += threads) s.squares[i] = plan.key_scores[(slot * args.v_heads + head) * kSquare + i];
+  }
+
+  __device__ __forceinline__ void take_query_scores(int64_t slot, int64_t out_head) const {
+    for (int i = d; i < kSquare; i += threads) s.squares[i] = plan.query_scores[(slot * args.heads + out_head) * kSquare + i];
+  }
+
+  // A chunk's keys and decays of this thread, N, and its betas, 0 behind its tokens.
+  __device__ __forceinline__ void take_chunk(int64_t token, int64_t slot, OwnChunk& own) const {
     const float* const lengths = plan.key_lengths + (slot * args.v_heads + head) * kChunk;
     const T* const rows = row_of<T>(args.key, args.key_strides, batch, key_head, token);
 #pragma unroll
     for (int t = 0; t < kChunk; ++t) {
       const bool there = token + t < tokens.end && d < D;
-      keys[t] = there ? static_cast<float>(rows[t * args.key_strides.token + d]) * lengths[t] : 0.0f;
-      decays[t] = there ? decay_at(args, batch, head, token + t, d) : 1.0f;
+      own.keys[t] = there ? static_cast<float>(rows[t * args.key_strides.token + d]) * lengths[t] : 0.0f;
+      own.decays[t] = there ? decay_at(args, batch, head, token + t, d) : 1.0f;
     }
-    for (int i = d; i < kSquare; i += threads) s.squares[i] = plan.key_scores[(slot * args.v_heads + head) * kSquare + i];
+    take_key_scores(slot);
     if (d < kChunk)
       s.beta[d] = token + d >= tokens.end ? 0.0f
                   : args.beta == nullptr  ? 1.0f
                                           : *row_of<float>(args.beta, args.beta_strides, batch, head, token + d);
-  };
+  }
+
+  // A chunk's queries of this thread, scaled, 0 behind its tokens.
+  __device__ __forceinline__ void take_queries(int64_t token, int64_t slot, int64_t out_head, float (&rows)[kChunk]) const {
+    const float* const lengths = plan.query_lengths + (slot * args.heads + out_head) * kChunk;
+    const T* const from = row_of<T>(args.query, args.query_strides, batch, out_head / (args.heads / args.q_heads), token);
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t)
+      rows[t] = token + t < tokens.end && d < D
+                    ? static_cast<float>(from[t * args.query_strides.token + d]) * (args.scale * lengths[t])
+                    : 0.0f;
+  }
+
   // Rows of a tensor with value's width, 0 behind the tokens and behind V.
-  const auto take_columns = [&](const void* data, const Strides& strides, int64_t of_head, int64_t token, float* to) {
+  __device__ __forceinline__ void take_columns(const void* data, const Strides& strides, int64_t of_head, int64_t token,
+                                               float* to) const {
     const T* const rows = row_of<T>(data, strides, batch, of_head, token);
     for (int i = d; i < kChunk * columns; i += threads) {
       const int t = i / columns, c = i % columns;
       const bool there = token + t < tokens.end && column + c < V;
       to[t * wide + c] = there ? static_cast<float>(rows[t * strides.token + column + c]) : 0.0f;
     }
-  };
+  }
 
-  move_row<false>(const_cast<float*>(grad.grad_final_state == nullptr ? nullptr : grad.grad_final_state + state_at),
-                  args.state_v_first, d, D, V, column, columns, own_grad);
-  const int64_t last_span = chunks > 0 ? (chunks - 1) / plan.span : -1;
-  for (int64_t span = last_span; span >= 0; --span) {
-    const int64_t first = span * plan.span, end = first + plan.span < chunks ? first + plan.span : chunks;
-    const bool from_the_start = span == last_span;
-    if (from_the_start)
-      move_row<false>(const_cast<float*>(args.initial_state == nullptr ? nullptr : args.initial_state + state_at),
-                      args.state_v_first, d, D, V, column, columns, own_state);
-    else if (d < D) copy_floats(border_at(span), own_state, columns);
-
-    for (int64_t chunk = from_the_start ? 0 : first; chunk < end; ++chunk) {
-      const int64_t token = tokens.begin + chunk * kChunk;
-      __syncthreads();
-      take_chunk(token, slots + chunk);
-      take_columns(args.value, args.value_strides, head, token, s.given);
-      if (from_the_start && plan.spans > 1 && chunk % plan.span == 0 && d < D)
-        copy_floats(own_state, border_at(chunk / plan.span), columns);
-      if (chunk >= first && d < D) copy_floats(own_state, held_at(chunk) + static_cast<int64_t>(d) * columns, columns);
-      float product = 1.0f;
-#pragma unroll
-      for (int t = 0; t < kChunk; ++t) s.rows[t * (threads + 1) + d] = keys[t] * (product *= decays[t]);
-      __syncthreads();
-      if (args.delta) times_state(s.rows, s.state, threads, columns, true, s.given, s.missing);
-      else
-        for (int i = d; i < kChunk * columns; i += threads) {
-          const int at = i / columns * wide + i % columns;
-          s.missing[at] = s.given[at];
-        }
-      __syncthreads();
-      for (int c = d; c < columns; c += threads) {  // W = (I + N diag(beta))^-1 W
-        float solved[kChunk];
-#pragma unroll
-        for (int t = 0; t < kChunk; ++t) {
-          float x = s.missing[t * wide + c];
-#pragma unroll
-          for (int from = 0; from < t; ++from) x -= s.squares[t * kChunk + from] * solved[from];
-          if (chunk >= first) held_at(chunk)[border_floats + t * columns + c] = x;
-          solved[t] = x * s.beta[t];
-          s.update[t * wide + c] = solved[t];
-        }
-      }
-      __syncthreads();
-      float factors[kChunk], kept = 1.0f;
-#pragma unroll
-      for (int t = kChunk - 1; t >= 0; --t) {
-        factors[t] = keys[t] * kept;
-        kept *= decays[t];
-      }
-      add_to_own_row(s.update, factors, kept, own_state, columns);
-    }
-
-    for (int64_t chunk = end - 1; chunk >= first; --chunk) {
-      const int64_t token = tokens.begin + chunk * kChunk, slot = slots + chunk;
-      __syncthreads();
-      take_chunk(token, slot);
-      if (d < D) copy_floats(held_at(chunk) + static_cast<int64_t>(d) * columns, own_state, columns);
-      else
-        for (int c = 0; c < columns; ++c) own_state[c] = 0.0f;
-      __syncthreads();  // others' betas; and W, which the same threads do not read as wrote it
-      for (int i = d; i < kChunk * columns; i += threads) {
-        const int t = i / columns, c = i % columns;
-        const float x = held_at(chunk)[border_floats + i];
-        s.missing[t * wide + c] = x;
-        s.update[t * wide + c] = x * s.beta[t];
-      }
-      float grad_keys[kChunk], grad_g[kChunk], factors[kChunk], kept = 1.0f;
-      __syncthreads();
-      times_own_row(s.update, own_grad, columns, grad_keys);
-#pragma unroll
-      for (int t = kChunk - 1; t >= 0; --t) {
-        factors[t] = keys[t] * kept;
-        grad_keys[t] *= kept;
-        kept *= decays[t];
-        s.rows[t * (threads + 1) + d] = factors[t];
-      }
-      float earlier = 0.0f;  // of the states before and behind, then of the keys before a token too
-      for (int c = 0; c < columns; c += 4) earlier += dot_of(four_at(own_state + c), four_at(own_grad + c));
-      earlier *= kept;
+  // W = (I + N diag(beta))^-1 W and U = diag(beta) W; W is held from chunk `first` on.
+  __device__ __forceinline__ void solve_missing(int64_t chunk, int64_t first) const {
+    for (int c = d; c < columns; c += threads) {
+      float solved[kChunk];
 #pragma unroll
       for (int t = 0; t < kChunk; ++t) {
-        grad_g[t] = earlier;
-        earlier += keys[t] * grad_keys[t];
+        float x = s.missing[t * wide + c];
+#pragma unroll
+        for (int from = 0; from < t; ++from) x -= s.squares[t * kChunk + from] * solved[from];
+        if (chunk >= first) held_at(chunk)[border_floats + t * columns + c] = x;
+        solved[t] = x * s.beta[t];
+        s.update[t * wide + c] = solved[t];
       }
+    }
+  }
+
+  // The state through a chunk. What the way back needs is held from chunk `first` on, in the walk from the start also what is
+  // before each span.
+  __device__ __forceinline__ void forwards(int64_t chunk, int64_t first, bool from_the_start) const {
+    OwnChunk own;
+    const int64_t token = tokens.begin + chunk * kChunk;
+    __syncthreads();
+    take_chunk(token, slots + chunk, own);
+    take_columns(args.value, args.value_strides, head, token, s.given);
+    if (from_the_start && plan.spans > 1 && chunk % plan.span == 0 && d < D)
+      copy_floats(own_state, border_at(chunk / plan.span), columns);
+    if (chunk >= first && d < D) copy_floats(own_state, held_at(chunk) + static_cast<int64_t>(d) * columns, columns);
+    float product = 1.0f;
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t) s.rows[t * (threads + 1) + d] = own.keys[t] * (product *= own.decays[t]);
+    __syncthreads();
+    if (args.delta) times_state(s.rows, s.state, threads, columns, true, s.given, s.missing);
+    else
+      for (int i = d; i < kChunk * columns; i += threads) {
+        const int at = i / columns * wide + i % columns;
+        s.missing[at] = s.given[at];
+      }
+    __syncthreads();
+    solve_missing(chunk, first);
+    __syncthreads();
+    float factors[kChunk], kept = 1.0f;
+#pragma unroll
+    for (int t = kChunk - 1; t >= 0; --t) {
+      factors[t] = own.keys[t] * kept;
+      kept *= own.decays[t];
+    }
+    add_to_own_row(s.update, factors, kept, own_state, columns);
+  }
+
+  // The state before a chunk, its W and its U, as the way forwards held them.
+  __device__ __forceinline__ void take_held(int64_t chunk) const {
+    if (d < D) copy_floats(held_at(chunk) + static_cast<int64_t>(d) * columns, own_state, columns);
+    else
+      for (int c = 0; c < columns; ++c) own_state[c] = 0.0f;
+    __syncthreads();  // others' betas; and W, which the same threads do not read as wrote it
+    for (int i = d; i < kChunk * columns; i += threads) {
+      const int t = i / columns, c = i % columns;
+      const float x = held_at(chunk)[border_floats + i];
+      s.missing[t * wide + c] = x;
+      s.update[t * wide + c] = x * s.beta[t];
+    }
+  }
+
+  // What the gradient of the state behind a chunk hands on: to keys, to decays, to U as dU, and decayed to the state before it.
+  __device__ __forceinline__ void state_backward(const OwnChunk& own, float (&grad_keys)[kChunk],
+                                                 float (&grad_g)[kChunk]) const {
+    float kept = 1.0f;
+    times_own_row(s.update, own_grad, columns, grad_keys);
+#pragma unroll
+    for (int t = kChunk - 1; t >= 0; --t) {
+      const float factor = own.keys[t] * kept;
+      grad_keys[t] *= kept;
+      kept *= own.decays[t];
+      s.rows[t * (threads + 1) + d] = factor;
+    }
+    float earlier = 0.0f;  // of the states before and behind, then of the keys before a token too
+    for (int c = 0; c < columns; c += 4) earlier += dot_of(four_at(own_state + c), four_at(own_grad + c));
+    earlier *= kept;
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t) {
+      grad_g[t] = earlier;
+      earlier += own.keys[t] * grad_keys[t];
+    }
+    __syncthreads();
+    times_state(s.rows, s.grad, threads, columns, false, nullptr, s.grad_update);
+    __syncthreads();
+    for (int c = 0; c < columns; ++c) own_grad[c] *= kept;
+  }
+
+  // dU += P^T grad_output
+  __device__ __forceinline__ void add_output_to_update() const {
+    for (int i = d; i < kChunk * columns; i += threads) {
+      const int from_token = i / columns, c = i % columns;
+      float sum = 0.0f;
+      for (int t = from_token; t < kChunk; ++t) sum += s.squares[t * kChunk + from_token] * s.given[t * wide + c];
+      s.grad_update[from_token * wide + c] += sum;
+    }
+  }
+
+  // Y = (I + N^T diag(beta))^-1 dU; diag(beta) Y, the gradient of value, takes grad_output's place, and Y times W that of dU.
+  __device__ __forceinline__ void solve_update(int64_t token) const {
+    for (int c = d; c < columns; c += threads) {
+      float solved[kChunk];
+#pragma unroll
+      for (int t = kChunk - 1; t >= 0; --t) {
+        float x = s.grad_update[t * wide + c];
+#pragma unroll
+        for (int later = t + 1; later < kChunk; ++later) x -= s.squares[later * kChunk + t] * solved[later];
+        s.grad_update[t * wide + c] = x * s.missing[t * wide + c];
+        solved[t] = x * s.beta[t];
+        s.given[t * wide + c] = solved[t];
+        if (token + t < tokens.end && column + c < V)
+          const_cast<T*>(row_of<T>(grad.grad_value, args.value_strides, batch, head, token + t))[column + c] =
+              static_cast<T>(solved[t]);
+      }
+    }
+  }
+
+  // The gradient of beta, sums of rows of Y times W.
+  __device__ __forceinline__ void store_beta(int64_t token) const {
+    if (grad.grad_beta != nullptr && d < kChunk && token + d < tokens.end) {
+      float sum = 0.0f;
+      for (int c = 0; c < columns; ++c) sum += s.grad_update[d * wide + c];
+      plan.beta_parts[((slice * args.batch + batch) * args.v_heads + head) * args.tokens + token + d] = sum;
+    }
+  }
+
+  // What rows that read a chunk's state and keys, queries or keys, hand on to themselves, to those and to decays; s.given has
+  // the gradient of what they read.
+  __device__ __forceinline__ void rows_backward(const OwnChunk& own, bool of_query, const float (&rows)[kChunk],
+                                                float (&grad_rows)[kChunk], float (&grad_keys)[kChunk],
+                                                float (&grad_g)[kChunk]) const {
+    float factors[kChunk];
+    pair_factors(s, threads, columns, of_query ? 1 : 0, of_query ? 1.0f : -1.0f);
+    times_own_row(s.given, own_state, columns, grad_rows);
+    float product = of_query ? 1.0f : -1.0f;
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t) {
+      product *= own.decays[t];
+      grad_rows[t] *= product;
+      factors[t] = rows[t] * product;
+    }
+    float later = 0.0f;
+#pragma unroll
+    for (int t = kChunk - 1; t >= 0; --t) {
+      later += rows[t] * grad_rows[t];
+      grad_g[t] += later;
+    }
+    add_to_own_row(s.given, factors, 1.0f, own_grad, columns);
+    __syncthreads();
+    pairs_backward(s.factors, of_query, rows, own.keys, own.decays, grad_rows, grad_keys, grad_g);
+  }
+
+  // Rows of D of the chunk's tokens; `to` begins at token 0.
+  __device__ __forceinline__ void store_rows(int64_t token, const float (&rows)[kChunk], float* to) const {
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t)
+      if (token + t < tokens.end && d < D) to[(token + t) * D + d] = rows[t];
+  }
+
+  // The gradient of g, with decay_per_key each thread's own, else their sum.
+  __device__ __forceinline__ void store_decays(int64_t token, const float (&grad_g)[kChunk]) const {
+    if (grad.grad_log_decay == nullptr) return;
+    const int64_t decay_row = ((slice * args.batch + batch) * args.v_heads + head) * args.tokens + token;
+    if (args.decay_per_key) {
+#pragma unroll
+      for (int t = 0; t < kChunk; ++t)
+        if (token + t < tokens.end && d < D) plan.decay_parts[(decay_row + t) * D + d] = grad_g[t];
+      return;
+    }
+#pragma unroll
+    for (int t = 0; t < kChunk; ++t) {
+      const float sum = over_warp(d < D ? grad_g[t] : 0.0f);
+      if (d % 32 == 0) s.sums[t * 8 + d / 32] = sum;
+    }
+    __syncthreads();
+    if (d < kChunk && token + d < tokens.end) {
+      float sum = 0.0f;
+      for (int warp = 0; warp < threads / 32; ++warp) sum += s.sums[d * 8 + warp];
+      plan.decay_parts[decay_row + d] = sum;
+    }
+  }
+};
+
+// D rounded up to whole warps of threads.
+template <class T>
+__global__ void __launch_bounds__(kCudaMaxKeyWidth) StatesKernel(const __grid_constant__ Plan plan) {
+  extern __shared__ float states_shared[];
+  const Walk<T> walk(plan, states_shared);
+  const GradArgs& grad = plan.args;
+  const Args& args = grad.in;
+  walk.load_row(grad.grad_final_state == nullptr ? nullptr : grad.grad_final_state + walk.state_at, walk.own_grad);
+  const int64_t last_span = walk.chunks > 0 ? (walk.chunks - 1) / plan.span : -1;
+  for (int64_t span = last_span; span >= 0; --span) {
+    const int64_t first = span * plan.span, end = first + plan.span < walk.chunks ? first + plan.span : walk.chunks;
+    const bool from_the_start = span == last_span;
+    if (from_the_start)
+      walk.load_row(args.initial_state == nullptr ? nullptr : args.initial_state + walk.state_at, walk.own_state);
+    else if (walk.d < walk.D) copy_floats(walk.border_at(span), walk.own_state, walk.columns);
+    for (int64_t chunk = from_the_start ? 0 : first; chunk < end; ++chunk) walk.forwards(chunk, first, from_the_start);
+    for (int64_t chunk = end - 1; chunk >= first; --chunk) {
+      OwnChunk own;
+      const int64_t token = walk.tokens.begin + chunk * kChunk, slot = walk.slots + chunk;
       __syncthreads();
-      times_state(s.rows, s.grad, threads, columns, false, nullptr, s.grad_update);
+      walk.take_chunk(token, slot, own);
+      walk.take_held(chunk);
+      float grad_keys[kChunk], grad_g[kChunk];
       __syncthreads();
-      for (int c = 0; c < columns; ++c) own_grad[c] *= kept;
+      walk.state_backward(own, grad_keys, grad_g);
 
       // After the heads of the output the keys: they too read from the state before, for the rule itself.
-      for (int64_t h = 0; h <= group; ++h) {
-        const bool of_query = h < group;
-        const int64_t out_head = head * group + h;
+      for (int64_t h = 0; h <= walk.group; ++h) {
+        const bool of_query = h < walk.group;
+        const int64_t out_head = walk.head * walk.group + h;
         float rows[kChunk], grad_rows[kChunk];
         __syncthreads();
         if (of_query) {
-          const float* const lengths = plan.query_lengths + (slot * args.heads + out_head) * kChunk;
-          const T* const from = row_of<T>(args.query, args.query_strides, batch, out_head / (args.heads / args.q_heads), token);
-#pragma unroll
-          for (int t = 0; t < kChunk; ++t)
-            rows[t] = token + t < tokens.end && d < D
-                          ? static_cast<float>(from[t * args.query_strides.token + d]) * (args.scale * lengths[t])
-                          : 0.0f;
-          take_columns(grad.grad_output, args.output_strides, out_head, token, s.given);
+          walk.take_queries(token, slot, out_head, rows);
+          walk.take_columns(grad.grad_output, args.output_strides, out_head, token, walk.s.given);
           // P in place of N, which comes back for the keys.
-          for (int i = d; i < kSquare; i += threads)
-            s.squares[i] = plan.query_scores[(slot * args.heads + out_head) * kSquare + i];
+          walk.take_query_scores(slot, out_head);
           __syncthreads();
-          for (int i = d; i < kChunk * columns; i += threads) {
-            const int from_token = i / columns, c = i % columns;
-            float sum = 0.0f;
-            for (int t = from_token; t < kChunk; ++t) sum += s.squares[t * kChunk + from_token] * s.given[t * wide + c];
-            s.grad_update[from_token * wide + c] += sum;
-          }
+          walk.add_output_to_update();
         } else {
-          for (int i = d; i < kSquare; i += threads) s.squares[i] = plan.key_scores[(slot * args.v_heads + head) * kSquare + i];
+          walk.take_key_scores(slot);
           __syncthreads();
-          for (int c = d; c < columns; c += threads) {  // Y = (I + N^T diag(beta))^-1 dU
-            float solved[kChunk];
-#pragma unroll
-            for (int t = kChunk - 1; t >= 0; --t) {
-              float x = s.grad_update[t * wide + c];
-#pragma unroll
-              for (int later = t + 1; later < kChunk; ++later) x -= s.squares[later * kChunk + t] * solved[later];
-              s.grad_update[t * wide + c] = x * s.missing[t * wide + c];
-              solved[t] = x * s.beta[t];
-              s.given[t * wide + c] = solved[t];
-              if (token + t < tokens.end && column + c < V)
-                const_cast<T*>(row_of<T>(grad.grad_value, args.value_strides, batch, head, token + t))[column + c] =
-                    static_cast<T>(solved[t]);
-            }
-          }
+          walk.solve_update(token);
           __syncthreads();
-          if (grad.grad_beta != nullptr && d < kChunk && token + d < tokens.end) {
-            float sum = 0.0f;
-            for (int c = 0; c < columns; ++c) sum += s.grad_update[d * wide + c];
-            plan.beta_parts[((slice * args.batch + batch) * args.v_heads + head) * args.tokens + token + d] = sum;
-          }
+          walk.store_beta(token);
 #pragma unroll
-          for (int t = 0; t < kChunk; ++t) rows[t] = keys[t];
+          for (int t = 0; t < kChunk; ++t) rows[t] = own.keys[t];
         }
         if (of_query || args.delta) {
-          pair_factors(s, threads, columns, of_query ? 1 : 0, of_query ? 1.0f : -1.0f);
-          times_own_row(s.given, own_state, columns, grad_rows);
-          float product = of_query ? 1.0f : -1.0f;
-#pragma unroll
-          for (int t = 0; t < kChunk; ++t) {
-            product *= decays[t];
-            grad_rows[t] *= product;
-            factors[t] = rows[t] * product;
-          }
-          float later = 0.0f;
-#pragma unroll
-          for (int t = kChunk - 1; t >= 0; --t) {
-            later += rows[t] * grad_rows[t];
-            grad_g[t] += later;
-          }
-          add_to_own_row(s.given, factors, 1.0f, own_grad, columns);
-          __syncthreads();
-          pairs_backward(s.factors, of_query, rows, keys, decays, grad_rows, grad_keys, grad_g);
+          walk.rows_backward(own, of_query, rows, grad_rows, grad_keys, grad_g);
         } else {
 #pragma unroll
           for (int t = 0; t < kChunk; ++t) grad_rows[t] = 0.0f;
         }
         float* to = nullptr;
         if (of_query) {
-          to = plan.query_parts + ((slice * args.batch + batch) * args.heads + out_head) * args.tokens * D;
+          to = plan.query_parts + ((walk.slice * args.batch + walk.batch) * args.heads + out_head) * args.tokens * walk.D;
         } else {
-          to = plan.key_parts + ((slice * args.batch + batch) * args.v_heads + head) * args.tokens * D;
+          to = plan.key_parts + ((walk.slice * args.batch + walk.batch) * args.v_heads + walk.head) * args.tokens * walk.D;
 #pragma unroll
           for (int t = 0; t < kChunk; ++t) grad_rows[t] += grad_keys[t];
         }
-#pragma unroll
-        for (int t = 0; t < kChunk; ++t)
-          if (token + t < tokens.end && d < D) to[(token + t) * D + d] = grad_rows[t];
+        walk.store_rows(token, grad_rows, to);
       }
-
-      if (grad.grad_log_decay == nullptr) continue;
-      const int64_t decay_row = ((slice * args.batch + batch) * args.v_heads + head) * args.tokens + token;
-      if (args.decay_per_key) {
-#pragma unroll
-        for (int t = 0; t < kChunk; ++t)
-          if (token + t < tokens.end && d < D) plan.decay_parts[(decay_row + t) * D + d] = grad_g[t];
-        continue;
-      }
-#pragma unroll
-      for (int t = 0; t < kChunk; ++t) {
-        const float sum = over_warp(d < D ? grad_g[t] : 0.0f);
-        if (d % 32 == 0) s.sums[t * 8 + d / 32] = sum;
-      }
-      __syncthreads();
-      if (d < kChunk && token + d < tokens.end) {
-        float sum = 0.0f;
-        for (int warp = 0; warp < threads / 32; ++warp) sum += s.sums[d * 8 + warp];
-        plan.decay_parts[decay_row + d] = sum;
-      }
+      walk.store_decays(token, grad_g);
     }
   }
-  if (grad.grad_initial_state != nullptr)
-    move_row<true>(grad.grad_initial_state + state_at, args.state_v_first, d, D, V, column, columns, own_grad);
+  if (grad.grad_initial_state != nullptr) walk.store_row(grad.grad_initial_state + walk.state_at, walk.own_grad);
 }
 
 // The sum of a row's parts, through its length, a warp each. `rows`, the operator's input, and `out` have `heads`, the parts

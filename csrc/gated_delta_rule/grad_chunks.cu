@@ -240,6 +240,10 @@ struct Pass {
     work = find_work(args, window.first_slot, window.slots, blockIdx.x / units);
   }
 
+  // The warp's room among those of all, and the bytes of a tile before its part of D.
+  __device__ __forceinline__ uint32_t room(uint32_t rooms) const { return rooms + (kWarps * part + slab) * kWarpRoom; }
+  __device__ __forceinline__ uint32_t tile_part() const { return part * kSquareBytes; }
+
   // A barrier of the warps that have the same columns.
   __device__ __forceinline__ void meet() const {
     if constexpr (kParts > 1) named_barrier(1 + slab, 32 * kParts);
@@ -308,7 +312,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) ForwardsKernel(const _
   if (!work.there) return;
   const uint32_t base = shared_address(shared);
   const int lane = pass.lane, D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width);
-  const uint32_t room = base + L::kRoom + (kWarps * pass.part + pass.slab) * kWarpRoom, part = pass.part * kSquareBytes;
+  const uint32_t room = pass.room(base + L::kRoom), part = pass.tile_part();
   const auto take = [&](int64_t chunk, uint32_t stage) {
     const int64_t token = work.span.begin + chunk * kChunk;
     const int tokens = tokens_in(pass, chunk);
@@ -360,38 +364,6 @@ struct BackwardsLayout {
   static constexpr int kScores = kSystem + kSystemBytes, kStage = kScores + static_cast<int>(sizeof(GradScores));
   static constexpr int kRoom = 2 * kStage, kBytes = kRoom + kD / 64 * kWarps * kWarpRoom;
 };
-
-// (I + M)^-T times what u holds, transposed, in its place.
-template <class T>
-__device__ __forceinline__ void solve_turned(uint32_t high, uint32_t low, int lane, float (&u)[2 * kBlocks][4]) {
-  Left<T> solved[kBlocks];
-#pragma unroll
-  for (int i = kBlocks - 1; i >= 0; --i) {
-    uint32_t b[4], rest[4];
-#pragma unroll
-    for (int j = kBlocks - 1; j > i; --j) {
-      load_matrices_transposed(b, right_depth(high, j, i, lane));
-      load_matrices_transposed(rest, right_depth(low, j, i, lane));
-      solved[j].multiply(u[2 * i], b[0], b[1], rest[0], rest[1]);
-      solved[j].multiply(u[2 * i + 1], b[2], b[3], rest[2], rest[3]);
-    }
-    solved[i].take(u[2 * i], u[2 * i + 1]);
-    load_matrices_transposed(b, right_depth(high, i, i, lane));
-    load_matrices_transposed(rest, right_depth(low, i, i, lane));
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) u[2 * i + n][e] = 0.0f;
-      solved[i].multiply(u[2 * i + n], b[2 * n], b[2 * n + 1], rest[2 * n], rest[2 * n + 1]);
-    }
-    if constexpr (!Left<T>::kScaled) {
-      load_matrices_transposed(rest, right_depth(high, third_row(i), third_column(i), lane));
-      mma(T{}, u[2 * i], solved[i].high, rest[0], rest[1]);
-      mma(T{}, u[2 * i + 1], solved[i].high, rest[2], rest[3]);
-    }
-    solved[i].take(u[2 * i], u[2 * i + 1]);
-  }
-}
 
 // u += scale dO^T P: a warp's columns of dO are `output`, P over scale is the tiles at `scores`.
 template <class T, int kD>
@@ -461,7 +433,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
   if (!work.there) return;
   const uint32_t base = shared_address(shared);
   const int lane = pass.lane, D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width);
-  const uint32_t room = base + L::kRoom + (kWarps * pass.part + pass.slab) * kWarpRoom, part = pass.part * kSquareBytes;
+  const uint32_t room = pass.room(base + L::kRoom), part = pass.tile_part();
   const auto take_head = [&](int64_t chunk, int h, uint32_t stage) {
     const int64_t token = work.span.begin + chunk * kChunk, out_head = pass.head * window.group + h;
     const int tokens = tokens_in(pass, chunk);
@@ -523,7 +495,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
       kept = 1.0f;
     }
     pass.join(u, shared + L::kRoom);
-    solve_turned<T>(system, system + kSquareBytes, lane, u);
+    solve<T, true>(system, system + kSquareBytes, lane, u);
     if (pass.part == 0) keep_update<T>(u, window.rules[at], room, pass.slab, lane);
 #pragma unroll
     for (int n = 0; n < 2 * kBlocks; ++n) {

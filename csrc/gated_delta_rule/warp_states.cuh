@@ -235,23 +235,32 @@ __device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32
     }
 }
 
-// (I + M)^-1 times what u holds, transposed, in its place; the system is make_system's.
-template <class T>
+// The 16 x 16 block (r, c) of a tile as the right side of a product that takes its rows as columns, with kTurned its columns.
+template <bool kTurned>
+__device__ __forceinline__ void load_block(uint32_t (&b)[4], uint32_t tile, int r, int c, int lane) {
+  if constexpr (kTurned) load_matrices_transposed(b, right_depth(tile, r, c, lane));
+  else load_matrices(b, right_rows(tile, r, c, lane));
+}
+
+// (I + M)^-1, with kTurned (I + M)^-T, times what u holds, transposed, in its place; the system is make_system's.
+template <class T, bool kTurned = false>
 __device__ __forceinline__ void solve(uint32_t high, uint32_t low, int lane, float (&u)[2 * kBlocks][4]) {
   Left<T> solved[kBlocks];
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
+  for (int step = 0; step < kBlocks; ++step) {
+    const int i = kTurned ? kBlocks - 1 - step : step;
     uint32_t b[4], rest[4];
 #pragma unroll
-    for (int j = 0; j < i; ++j) {
-      load_matrices(b, right_rows(high, i, j, lane));
-      load_matrices(rest, right_rows(low, i, j, lane));
+    for (int before = 0; before < step; ++before) {
+      const int j = kTurned ? kBlocks - 1 - before : before, row = kTurned ? j : i, column = kTurned ? i : j;
+      load_block<kTurned>(b, high, row, column, lane);
+      load_block<kTurned>(rest, low, row, column, lane);
       solved[j].multiply(u[2 * i], b[0], b[1], rest[0], rest[1]);
       solved[j].multiply(u[2 * i + 1], b[2], b[3], rest[2], rest[3]);
     }
     solved[i].take(u[2 * i], u[2 * i + 1]);
-    load_matrices(b, right_rows(high, i, i, lane));
-    load_matrices(rest, right_rows(low, i, i, lane));
+    load_block<kTurned>(b, high, i, i, lane);
+    load_block<kTurned>(rest, low, i, i, lane);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -259,7 +268,7 @@ __device__ __forceinline__ void solve(uint32_t high, uint32_t low, int lane, flo
       solved[i].multiply(u[2 * i + n], b[2 * n], b[2 * n + 1], rest[2 * n], rest[2 * n + 1]);
     }
     if constexpr (!Left<T>::kScaled) {
-      load_matrices(rest, right_rows(high, third_row(i), third_column(i), lane));
+      load_block<kTurned>(rest, high, third_row(i), third_column(i), lane);
       mma(T{}, u[2 * i], solved[i].high, rest[0], rest[1]);
       mma(T{}, u[2 * i + 1], solved[i].high, rest[2], rest[3]);
     }

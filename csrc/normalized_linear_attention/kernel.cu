@@ -473,92 +473,126 @@ int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws) {
   return cudaGetLastError();
 }
 
+namespace {
+
+// What the scans take and leave besides the call's own tensors.
+struct GradRows {
+  int64_t query_rows, key_rows;    // of [B,heads,N], [B,kv_heads,N]
+  float *inverse, *rest;           // find_weights': of the output's rows
+  float *query_units, *key_units;  // factors to unit length; not there without normalize_qk
+  float* row_sums;                 // of scores, for the coefficients
+  double* parts;                   // of the coefficients' gradients
+
+  GradRows(const GradArgs& args, Workspace& ws) {
+    const Inputs& in = args.in;
+    query_rows = in.batch * in.heads * in.tokens, key_rows = in.batch * in.kv_heads * in.tokens;
+    inverse = ws.scratch<float>(query_rows);
+    rest = ws.scratch<float>(rest_in_parts(in) ? (1 + kValueParts) * query_rows : query_rows);
+    query_units = ws.scratch<float>(in.normalize_qk ? query_rows : 0);
+    key_units = ws.scratch<float>(in.normalize_qk ? key_rows : 0);
+    row_sums = ws.scratch<float>(args.wants_grad_coefficients ? query_rows : 0);
+    parts = ws.scratch<double>(args.wants_grad_coefficients ? 2 * kSumBlocks : 0);
+  }
+
+  ChunkFactor weight(const Inputs& in) const { return row_factor(inverse, in.heads, in.tokens); }
+  ChunkFactor minus_rest(const Inputs& in) const { return row_factor(rest, in.heads, in.tokens, nullptr, -1.0f); }
+  ChunkFactor query_unit(const Inputs& in) const {
+    return row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
+  }
+  ChunkFactor key_unit(const Inputs& in) const {
+    return row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
+  }
+};
+
+ChunkScan query_scan(const GradArgs& args, const GradRows& rows, const float* b, Workspace& ws) {
+  const Inputs& in = args.in;
+  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, in.dim);
+  ChunkScan scan = scan_of(in);
+  scan.row_sums = args.wants_grad_coefficients;
+  scan.heads = static_cast<int32_t>(in.heads);
+  scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.x = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
+  scan.y = chunk_tensor(in.value, in.value_strides, in.value_dim);
+  scan.z = chunk_tensor(in.key, in.key_strides, in.dim);
+  scan.out = args.grad_query;
+  scan.out_strides = query;
+  scan.out_times = b;
+  scan.x_factor = rows.weight(in);
+  scan.x_rank1 = rows.minus_rest(in);
+  scan.rank1_parts = rest_in_parts(in) ? rows.query_rows : 0;
+  scan.z_factor = rows.key_unit(in);
+  if (args.wants_grad_coefficients) {
+    scan.row_sum = rows.row_sums;
+    scan.sum_batch = in.heads * in.tokens;
+    scan.sum_head = in.tokens;
+    scan.sum_token = 1;
+  }
+  if (args.wants_grad_coefficients || in.normalize_qk) {
+    scan.source = query;
+    scan.row_dot = ws.scratch<float>(chunk_scan_slices(scan) * rows.query_rows);
+  }
+  return scan;
+}
+
+ChunkScan key_scan(const GradArgs& args, const GradRows& rows, const float* b, Workspace& ws) {
+  const Inputs& in = args.in;
+  const ChunkTensor key = chunk_tensor(in.key, in.key_strides, in.dim);
+  ChunkScan scan = scan_of(in);
+  scan.reverse = true;
+  scan.heads = static_cast<int32_t>(in.kv_heads);
+  scan.y_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.x = chunk_tensor(in.value, in.value_strides, in.value_dim);
+  scan.y = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
+  scan.z = chunk_tensor(in.query, in.query_strides, in.dim);
+  scan.out = args.grad_key;
+  scan.out_strides = key;
+  scan.out_times = b;
+  scan.y_factor = rows.weight(in);
+  scan.y_rank1 = rows.minus_rest(in);
+  scan.rank1_parts = rest_in_parts(in) ? rows.query_rows : 0;
+  scan.z_factor = rows.query_unit(in);
+  if (in.normalize_qk) {
+    scan.source = key;
+    scan.row_dot = ws.scratch<float>(chunk_scan_slices(scan) * rows.key_rows);
+  }
+  return scan;
+}
+
+ChunkScan value_scan(const GradArgs& args, const GradRows& rows, const float* a, const float* b) {
+  const Inputs& in = args.in;
+  ChunkScan scan = scan_of(in);
+  scan.reverse = true;
+  scan.heads = static_cast<int32_t>(in.kv_heads);
+  scan.y_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.x = chunk_tensor(in.key, in.key_strides, in.dim);
+  scan.y = chunk_tensor(in.query, in.query_strides, in.dim);
+  scan.z = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
+  scan.out = args.grad_value;
+  scan.out_strides = chunk_tensor(in.value, in.value_strides, in.value_dim);
+  scan.x_factor = rows.key_unit(in);
+  scan.x_factor.times = b;
+  scan.x_rank1.times = a;
+  scan.y_factor = rows.query_unit(in);
+  scan.z_factor = rows.weight(in);
+  return scan;
+}
+
+}  // namespace
+
 int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   const Inputs& in = args.in;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const float* const a = in.coefficients;
   const float* const b = in.coefficients != nullptr ? in.coefficients + 1 : nullptr;
-  const int64_t query_rows = in.batch * in.heads * in.tokens, key_rows = in.batch * in.kv_heads * in.tokens;
-  const auto group = static_cast<int32_t>(in.heads / in.kv_heads);
-  float* const inverse = ws.scratch<float>(query_rows);
-  float* const rest = ws.scratch<float>(rest_in_parts(in) ? (1 + kValueParts) * query_rows : query_rows);
-  float* const query_units = ws.scratch<float>(in.normalize_qk ? query_rows : 0);
-  float* const key_units = ws.scratch<float>(in.normalize_qk ? key_rows : 0);
-  const bool wants_coefficients = args.wants_grad_coefficients, wants_dots = wants_coefficients || in.normalize_qk;
-  float* const row_sums = ws.scratch<float>(wants_coefficients ? query_rows : 0);
-  double* const parts = ws.scratch<double>(wants_coefficients ? 2 * kSumBlocks : 0);
-  const ChunkFactor weight = row_factor(inverse, in.heads, in.tokens);
-  const ChunkFactor minus_rest = row_factor(rest, in.heads, in.tokens, nullptr, -1.0f);
-  const ChunkFactor query_unit = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
-  const ChunkFactor key_unit = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
-  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, in.dim),
-                    key = chunk_tensor(in.key, in.key_strides, in.dim);
-  const ChunkTensor value = chunk_tensor(in.value, in.value_strides, in.value_dim);
-  const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
-
-  ChunkScan of_query = scan_of(in);
-  of_query.row_sums = wants_coefficients;
-  of_query.heads = static_cast<int32_t>(in.heads);
-  of_query.x_group = group;
-  of_query.x = grad_output;
-  of_query.y = value;
-  of_query.z = key;
-  of_query.out = args.grad_query;
-  of_query.out_strides = query;
-  of_query.out_times = b;
-  of_query.x_factor = weight;
-  of_query.x_rank1 = minus_rest;
-  of_query.rank1_parts = rest_in_parts(in) ? query_rows : 0;
-  of_query.z_factor = key_unit;
-  if (wants_coefficients) {
-    of_query.row_sum = row_sums;
-    of_query.sum_batch = in.heads * in.tokens;
-    of_query.sum_head = in.tokens;
-    of_query.sum_token = 1;
-  }
-  if (wants_dots) {
-    of_query.source = query;
-    of_query.row_dot = ws.scratch<float>(chunk_scan_slices(of_query) * query_rows);
-  }
-
-  ChunkScan of_key = scan_of(in);
-  of_key.reverse = true;
-  of_key.heads = static_cast<int32_t>(in.kv_heads);
-  of_key.y_group = group;
-  of_key.x = value;
-  of_key.y = grad_output;
-  of_key.z = query;
-  of_key.out = args.grad_key;
-  of_key.out_strides = key;
-  of_key.out_times = b;
-  of_key.y_factor = weight;
-  of_key.y_rank1 = minus_rest;
-  of_key.rank1_parts = of_query.rank1_parts;
-  of_key.z_factor = query_unit;
-  if (in.normalize_qk) {
-    of_key.source = key;
-    of_key.row_dot = ws.scratch<float>(chunk_scan_slices(of_key) * key_rows);
-  }
-
-  ChunkScan of_value = scan_of(in);
-  of_value.reverse = true;
-  of_value.heads = static_cast<int32_t>(in.kv_heads);
-  of_value.y_group = group;
-  of_value.x = key;
-  of_value.y = query;
-  of_value.z = grad_output;
-  of_value.out = args.grad_value;
-  of_value.out_strides = value;
-  of_value.x_factor = key_unit;
-  of_value.x_factor.times = b;
-  of_value.x_rank1.times = a;
-  of_value.y_factor = query_unit;
-  of_value.z_factor = weight;
+  const GradRows rows(args, ws);
+  const ChunkScan of_query = query_scan(args, rows, b, ws), of_key = key_scan(args, rows, b, ws);
+  const ChunkScan of_value = value_scan(args, rows, a, b);
 
   const bool empty = in.batch * in.tokens == 0;
   if (!ws.counting() && !empty) {
-    int failed = with_type(in.dtype, [&](auto type) { return find_weights<decltype(type)>(args, inverse, rest, stream); });
-    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, query_units, key_units, stream);
+    int failed =
+        with_type(in.dtype, [&](auto type) { return find_weights<decltype(type)>(args, rows.inverse, rows.rest, stream); });
+    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, rows.query_units, rows.key_units, stream);
     if (failed != cudaSuccess) return failed;
   }
   const ChunkScan scans[] = {of_query, of_key, of_value};
@@ -567,16 +601,17 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   if (ws.counting()) return cudaSuccess;
   if (in.normalize_qk && !empty) {
     const QueryAndKey<ProjectedRows> both = {
-        {in.query, args.grad_query, in.query_strides, in.heads, query_units, of_query.row_dot, chunk_scan_slices(of_query)},
-        {in.key, args.grad_key, in.key_strides, in.kv_heads, key_units, of_key.row_dot, chunk_scan_slices(of_key)}};
+        {in.query, args.grad_query, in.query_strides, in.heads, rows.query_units, of_query.row_dot,
+         chunk_scan_slices(of_query)},
+        {in.key, args.grad_key, in.key_strides, in.kv_heads, rows.key_units, of_key.row_dot, chunk_scan_slices(of_key)}};
     const int failed = with_type(in.dtype, [&](auto type) { return project<decltype(type)>(both, in, b, stream); });
     if (failed != cudaSuccess) return failed;
   }
-  if (!wants_coefficients) return cudaSuccess;
-  const CoefficientSums sums = {row_sums, of_query.row_dot, in.normalize_qk ? query_units : nullptr, empty ? 0 : query_rows,
-                                chunk_scan_slices(of_query)};
-  CoefficientPartsKernel<<<kSumBlocks, kThreads, 0, stream>>>(sums, parts);
-  CoefficientTotalKernel<<<1, kThreads, 0, stream>>>(parts, args.grad_coefficients);
+  if (!args.wants_grad_coefficients) return cudaSuccess;
+  const CoefficientSums sums = {rows.row_sums, of_query.row_dot, in.normalize_qk ? rows.query_units : nullptr,
+                                empty ? 0 : rows.query_rows, chunk_scan_slices(of_query)};
+  CoefficientPartsKernel<<<kSumBlocks, kThreads, 0, stream>>>(sums, rows.parts);
+  CoefficientTotalKernel<<<1, kThreads, 0, stream>>>(rows.parts, args.grad_coefficients);
   return cudaGetLastError();
 }
 

@@ -22,6 +22,29 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// One warp: a row of D numbers, of unit length with normalize, 0 behind them.
+template <class T>
+__device__ __forceinline__ void take_row(const T* row, int D, bool normalize, int lane, float (&to)[kWidth]) {
+  float x[kWidth / 32], top = 0.0f, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWidth / 32; ++i) {
+    x[i] = i * 32 + lane < D ? static_cast<float>(row[i * 32 + lane]) : 0.0f;
+    top = fmaxf(top, fabsf(x[i]));
+  }
+  float factor = 1.0f;
+  if (normalize) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    const float inverse = top > 0.0f ? 1.0f / top : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; ++i) sum += x[i] * inverse * (x[i] * inverse);
+    const float norm = top * sqrtf(warp_sum(sum));
+    factor = 1.0f / (norm < 1e-12f ? 1e-12f : norm);
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth / 32; ++i) to[i * 32 + lane] = factor * x[i];
+}
+
 // kLanes threads a row of the CTA's 4 * kLanes columns. kGroup: query heads of a key/value head, at most; one alone leaves
 // the registers for more CTAs on an SM.
 template <class T, int kLanes, int kGroup>
@@ -63,24 +86,7 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
     const T* row = r < group ? static_cast<const T*>(in.query) + batch * in.query_strides.batch +
                                    (head * group + r) * in.query_strides.head
                              : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
-    float x[kWidth / 32], top = 0.0f, sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWidth / 32; ++i) {
-      x[i] = i * 32 + lane < D ? static_cast<float>(row[i * 32 + lane]) : 0.0f;
-      top = fmaxf(top, fabsf(x[i]));
-    }
-    float factor = 1.0f;
-    if (in.normalize_qk) {
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-      const float inverse = top > 0.0f ? 1.0f / top : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kWidth / 32; ++i) sum += x[i] * inverse * (x[i] * inverse);
-      const float norm = top * sqrtf(warp_sum(sum));
-      factor = 1.0f / (norm < 1e-12f ? 1e-12f : norm);
-    }
-#pragma unroll
-    for (int i = 0; i < kWidth / 32; ++i) rows[r < group ? r : kGroup][i * 32 + lane] = factor * x[i];
+    take_row(row, D, in.normalize_qk, lane, rows[r < group ? r : kGroup]);
   }
   float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (mine) {
