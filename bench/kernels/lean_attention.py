@@ -473,12 +473,21 @@ def xqa_calls(q, k, v, table, lens, N):
     return {"xqa fp8": lambda: xqa_batch_decode_with_kv_cache(rows, caches, workspace, table, lens, N, bmm1_scale=scale)}
 
 
-def quantised_line(args, B, H, Hkv, D, N, block=64):
+def paged_inputs(B, H, Hkv, D, N, new, block=64):
+    """({"key", "value": rows of 16 bits in pages [P,block,Hkv,D]}, a node's other inputs) of the last `new` of N tokens."""
     pages = -(-N // block)
     caches = {role: normal(B * pages, block, Hkv, D) for role in ("key", "value")}
     lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
     table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
-    shared = {"query": normal(B, H, 1, D), "block_table": table, "seq_lens": lens}
+    return caches, {"query": normal(B, H, new, D), "block_table": table, "seq_lens": lens}
+
+
+def in_16_bits(caches, shared):
+    return Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
+
+
+def quantised_line(args, B, H, Hkv, D, N, block=64):
+    caches, shared = paged_inputs(B, H, Hkv, D, N, 1, block)
     calls = {}
     for name, (*forms, kind) in QUANTISED_FORMS.items():
         inputs, attrs = quantised_inputs(caches, forms, kind)
@@ -491,9 +500,9 @@ def quantised_line(args, B, H, Hkv, D, N, block=64):
             tables = {"cos_cache": cosines.float(), "sin_cache": sines.float()}
             own = {n: t.clone() for n, t in inputs.items()}  # a step changes them
             calls["leanfleet step"] = Node({**shared, **own, **new, **tables}, {**attrs, "append": 1})
-    calls["leanfleet 16 bits"] = Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
+    calls["leanfleet 16 bits"] = in_16_bits(caches, shared)
     if "xqa" in args.peers:
-        calls.update(xqa_calls(shared["query"], *caches.values(), table, lens, N))
+        calls.update(xqa_calls(shared["query"], *caches.values(), shared["block_table"], shared["seq_lens"], N))
     row = measure(f"quantised B{B} {H}/{Hkv} D{D} ctx {N}", calls, 2 * B * Hkv * N * (D + 4), args.rounds)
     us = {n: t["median"] for n, t in row["us"].items()}
     row["speedup_over_16_bits"] = us["leanfleet 16 bits"] / us["leanfleet"]
@@ -519,18 +528,14 @@ def drawn_quantised(args):
 def quantised_prompts(args):
     """Whole prompts whose keys and values are in pages of quantised caches, beside the same in 16 bits."""
     for B, H, Hkv, D, N in QUANTISED_PROMPTS:
-        pages = -(-N // 64)
-        caches = {role: normal(B * pages, 64, Hkv, D) for role in ("key", "value")}
-        lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
-        table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
-        shared = {"query": normal(B, H, N, D), "block_table": table, "seq_lens": lens}
+        caches, shared = paged_inputs(B, H, Hkv, D, N, N)
         calls = {}
         for name in QUANTISED_PROMPT_FORMS:
             *forms, kind = QUANTISED_FORMS[name]
             inputs, attrs = quantised_inputs(caches, forms, kind)
             calls[name] = Node({**shared, **inputs}, attrs)
             quantised_gate(calls[name], N)
-        calls["leanfleet 16 bits"] = Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
+        calls["leanfleet 16 bits"] = in_16_bits(caches, shared)
         row = measure(f"quantised prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 3, 5))
         row["speedup_over_16_bits"] = row["us"]["leanfleet 16 bits"]["median"] / row["us"]["leanfleet"]["median"]
         yield row

@@ -126,9 +126,9 @@ def quantised_prompts_table(data):
     """Whole prompts over paged quantised caches, by type, beside bfloat16 caches."""
     headings = [*PROMPT_COLUMNS.values(), "16 bits / int8"]
     lines = [
-        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {max(data['rounds'] // 3, 5)} graph "
-        "replays in µs, L2 flushed by reading. Scales are per token where a column does not say otherwise; all keys and "
-        "values are in the caches.",
+        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of graph replays in µs, "
+        "L2 flushed by reading. Scales are per token where a column does not say otherwise; all keys and values are in the "
+        "caches.",
         "",
         "| case | " + " | ".join(headings) + " |",
         "|---" * (len(headings) + 1) + "|",

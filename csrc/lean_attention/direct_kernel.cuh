@@ -3,9 +3,11 @@
 // cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
 //
 // A CTA of DirectKernel takes the segments of its range one after the other. That of OneSegmentKernel, for short contexts, has one,
-// whose place it knows from its number; there a head may have several units. Units have up to 16 rows, of 256 columns 8. Of a segment the warps take tiles of
-// kTokens tokens in turn; while one computes on a tile, its next, also of the next segment, is on its way. The products are transposed,
-// S^T = K Q^T and O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
+// whose place it knows from its number; there a head may have several units. Units have up to 16 rows, of 256 columns 8.
+//
+// Of a segment the warps take tiles of kTokens tokens in turn; while one computes on a tile, its next, also of the next segment, is
+// on its way. The products are transposed, S^T = K Q^T and O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a
+// lane (g, t) = (lane / 4, lane % 4) holds
 //   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the
 //               product's definition, the same for the query
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7

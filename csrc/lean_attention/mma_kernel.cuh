@@ -637,7 +637,7 @@ struct TileProducer {
   static __device__ __forceinline__ void numbers_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kForm == kInt8) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? 0x4342u : 0x4140u);
+      for (int i = 0; i < 4; ++i) pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? kHighBytes : kLowBytes);
       return;
     }
     halves_of_piece<kForm>(bytes, piece, pairs);

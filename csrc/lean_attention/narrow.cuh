@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t biased, uint32_t select) 
 }
 constexpr uint32_t kBias = 0x80808080u, kLowBytes = 0x4140, kHighBytes = 0x4342;
 
-// Two bytes of int8 as a pair of bfloat16, select: 0x4140 those below, 0x4342 those above. 0x4300 | x is 128 + x for x < 128, and
-// 0x4380, the same with the sign's bit, is 256.
+// Two bytes of int8, by kLowBytes or kHighBytes, as a pair of bfloat16. 0x4300 | x is 128 + x for x < 128, and 0x4380, the same with
+// the sign's bit, is 256.
 __device__ __forceinline__ uint32_t bfloat16_of(uint32_t word, uint32_t select) {
   const uint32_t bits = __byte_perm(word, 0x43434343u, select), low = bits & 0xff7fff7fu, sign = bits & 0xff80ff80u;
   uint32_t pair;

@@ -89,9 +89,10 @@ inline double one_segment_rounds(const ShortCall& call, bool small, int parts) {
 
 // Fitted to caches of 16 bits and to quantised ones, in microseconds. The latter have no large CTAs, nor units of 16 rows.
 struct OneSegmentCosts {
-  double start[10], round[2][3], next_cta[2];  // of ways; of large and small CTAs by width
-  double many_rows;                            // of a round, with units of 16 rows
-  double again_per_us;                         // megabytes that the second and later units of a head read
+  double start[std::size(kOneSegmentWays)];
+  double round[2][3], next_cta[2];  // of large and small CTAs, by width
+  double many_rows;                 // of a round, with units of 16 rows
+  double again_per_us;              // megabytes that the second and later units of a head read
 };
 struct ScheduledCosts {
   double start[5], tile[5], next_unit[2], unknown, read_per_us;  // by rows and width; megabytes
