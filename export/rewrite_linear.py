@@ -388,14 +388,14 @@ def gated_delta_rule_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, 
     def by_token(t):
         return t if bnhd or t is None else ops.Transpose(t, perm=[0, 2, 1, 3][: nodes.rank(t, t.name, 3, 4)])
 
+    packed = x["cu_seqlens"] is not None
+    single = x["query"].dtype == ir.DataType.FLOAT
     rows = {name: x[name] for name in ("query", "key")}
-    if a["normalize_qk"]:
+    if a["normalize_qk"] and single:  # in 16 bits GatedDeltaNet's own form differs by less than a rounding
         rows = {
             name: nodes.known(_unit_rows(ops, t, OUR_EPS, x["query"].dtype), t, nodes.dims(t) or []) for name, t in rows.items()
         }
     tokens = {name: by_token(t) for name, t in (x | rows).items() if name in ("query", "key", "value", "log_decay", "beta")}
-    packed = x["cu_seqlens"] is not None
-    single = x["query"].dtype == ir.DataType.FLOAT
     back = _linear_attention_of if single and not packed else _delta_net_of
     name, out, state = back(ops, a, x, tokens, heads)
     return name, [by_token(nodes.known(out, x["query"], [None] * 4)), state]
@@ -442,6 +442,9 @@ def _delta_net_of(ops, a, x, tokens, heads):
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"scale": a["scale"], "update_rule": "delta" if decay is None else "gated_delta"}
+    if a["normalize_qk"] and x["query"].dtype != ir.DataType.FLOAT:
+        attributes["qk_l2_norm"] = 1
+        ops.notes.append(f"{DELTA_NET_EPS:g} is added to the squares of query's and key's rows in place of {OUR_EPS:g}")
     ops.notes.append("onnxruntime runs it on GPUs alone")
     out, final = ops.foreign(nodes.MICROSOFT, "GatedDeltaNet", inputs, attributes, 2)
     return "GatedDeltaNet", ops.Unsqueeze(out, [0]) if packed else out, _ordered(ops, final, not a["state_v_first"])

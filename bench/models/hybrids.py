@@ -6,16 +6,18 @@
 
 Two graphs with the same weights, random ones: the one that export_decoder writes, and the same with each GatedDeltaRule or
 CausalLinearDecay in the form of ONNX Runtime's operators, by `leanfleet rewrite --to standard`: LinearAttention in float32,
-GatedDeltaNet, which is for GPUs alone, in 16 bits, where CausalLinearDecay has no counterpart. All else, attention and
-convolutions too, is leanfleet's in both.
+GatedDeltaNet, which is for GPUs alone, in 16 bits, where CausalLinearDecay has no counterpart. GatedDeltaNet's states stay in
+its own order from step to step, so that nothing turns them round. All else, attention and convolutions too, is leanfleet's in
+both.
 --weightless leaves the weights out, for a machine that `run` makes them on.
 
-prompt  seconds of one request's prompt, from token ids to the next token's logits on the host.
-step    seconds of a step of so many requests behind --context tokens each.
+prompt         seconds of one request's prompt, from token ids to the next token's logits on the host.
+step           seconds of a step of so many requests behind --context tokens each.
+captured step  on a GPU, the same as a CUDA graph, as `leanfleet generate` runs steps.
 
 One session at a time, ours, theirs, theirs and ours, each with a warm-up: of two at once the one loaded first is 10% slower
 on a CPU. Medians. The logits must agree to within AGREES of the largest, or nothing is written. memory: bytes of
-the GPU that a session held in the end. Ratios above 1: we are faster.
+the GPU that a session held in the end. Ratios above 1: we are faster. A side that fails at a line is told as such.
 """
 
 import argparse
@@ -58,6 +60,7 @@ def command_export(args):
     print_rows(rows)
     if left := [row for row in rows if row.into is None]:
         raise SystemExit(f"{left[0].operator} stays: {left[0].reason}")
+    in_their_order(ours / "theirs.onnx")
     (ours / "theirs.onnx").rename(theirs / "model.onnx")
     shutil.copy(ours / "leanfleet.json", theirs)
     if (ours / DATA).exists():  # small weights are in the graph
@@ -68,6 +71,30 @@ def command_export(args):
         facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
     facts["operators"] = sorted({row.into for row in rows})
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
+
+
+def in_their_order(path):
+    """GatedDeltaNet has states [V,K], and each stands between two nodes that turn it round. States begin as zeros and only the
+    graph reads them: where both widths are the same, caches hold them as they come."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    caches = {t.name: [d.dim_value for d in t.type.tensor_type.shape.dim[-2:]] for t in model.graph.input}
+    outputs = {t.name for t in model.graph.output}
+    nets = [n for n in model.graph.node if n.op_type == "GatedDeltaNet"]
+    makes, gone = {o: n for n in model.graph.node for o in n.output}, []
+    for net in nets:
+        before = makes[net.input[6]]
+        after = next(n for n in model.graph.node if net.output[1] in n.input)
+        widths = caches.get(before.input[0], [0, 1])
+        if {before.op_type, after.op_type} != {"Transpose"} or after.output[0] not in outputs or widths[0] != widths[1]:
+            raise SystemExit(f"{net.name}: its states are not those of a cache with one width")
+        net.input[6], net.output[1] = before.input[0], after.output[0]
+        gone += [before, after]
+    for node in gone:
+        model.graph.node.remove(node)
+    if nets:
+        onnx.save(model, path)
 
 
 def timed(call):
@@ -85,7 +112,9 @@ class Side:
         self.device, self.before = device, 0 if device == "cpu" else used()
         options = {"arena_extend_strategy": "kSameAsRequested"}
         self.decoder = load_decoder(
-            folder, ["CPUExecutionProvider"] if device == "cpu" else [("CUDAExecutionProvider", options)]
+            folder,
+            ["CPUExecutionProvider"] if device == "cpu" else [("CUDAExecutionProvider", options)],
+            cuda_graph=device != "cpu",
         )
 
     def prompts(self, ids, turns):
@@ -97,14 +126,14 @@ class Side:
             seconds.append(taken)
         return seconds[1:], logits
 
-    def steps_behind(self, ids, more):
+    def steps_behind(self, ids, more, capture):
         """(seconds of each step but the first STEPS, the last logits) of the tokens `more` [B,M] behind prompts [B,N]."""
         steps = self.decoder.steps(len(ids), ids.shape[1] + more.shape[1])
         at, seconds = np.full(len(ids), ids.shape[1], np.int32), []
         steps.run(ids, at, at)
         for i in range(more.shape[1]):
             at = at + np.int32(1)
-            taken, logits = timed(lambda i=i, at=at: steps.run(more[:, i : i + 1], at, np.ones_like(at)))
+            taken, logits = timed(lambda i=i, at=at: steps.run(more[:, i : i + 1], at, np.ones_like(at), capture))
             seconds.append(taken)
         return seconds[STEPS:], logits
 
@@ -113,7 +142,8 @@ class Side:
         ids = random.integers(0, vocabulary, (line["batch"], line["context"]))
         if line["kind"] == "prompt":
             return self.prompts(ids, 1 + TURNS)
-        return self.steps_behind(ids, random.integers(0, vocabulary, (line["batch"], (1 + TURNS) * STEPS)))
+        more = random.integers(0, vocabulary, (line["batch"], (1 + TURNS) * STEPS))
+        return self.steps_behind(ids, more, line["kind"] == "captured step")
 
     @property
     def memory(self):
@@ -122,6 +152,8 @@ class Side:
 
 def row_of(line, seconds, logits, dtype):
     """A row of the JSON. seconds: of each side. Raises SystemExit where the logits are not the same."""
+    if "failed" in line:
+        return line | {name: statistics.median(s) for name, s in (("ours", seconds[OURS]), ("theirs", seconds[THEIRS])) if s}
     largest = np.abs(logits[OURS]).max()
     error = float(np.abs(logits[OURS] - logits[THEIRS]).max() / largest)
     if not error <= AGREES[dtype]:
@@ -142,13 +174,19 @@ def command_run(args):
         for side in (OURS, THEIRS):
             fill(args.folder / side, parameters)
     lines = [{"kind": "prompt", "batch": 1, "context": length} for length in args.prompts]
-    lines += [{"kind": "step", "batch": batch, "context": args.context} for batch in args.batches]
+    for kind in ("step", "captured step")[: 1 if args.device == "cpu" else 2]:
+        lines += [{"kind": kind, "batch": batch, "context": args.context} for batch in args.batches]
     seconds = [{OURS: [], THEIRS: []} for _ in lines]
     logits, memory = [{} for _ in lines], {OURS: 0, THEIRS: 0}
     for name in (OURS, THEIRS, THEIRS, OURS):
         side = Side(args.folder / name, args.device)
         for line, taken, last in zip(lines, seconds, logits):
-            found, last[name] = side.measure(line, facts["vocabulary"])
+            try:
+                found, last[name] = side.measure(line, facts["vocabulary"])
+            except RuntimeError as error:
+                line |= {"failed": line.get("failed", {}) | {name: str(error)[:300]}}
+                print(f"{name}: {line}", flush=True)
+                continue
             taken[name] += found
             print(f"{name}: {line} {1e3 * statistics.median(found):.2f} ms", flush=True)
         memory[name] = max(memory[name], side.memory)
@@ -175,9 +213,10 @@ def table(report):
     ]
     for r in report["rows"]:
         prompt = r["kind"] == "prompt"
-        what, before = ("prompt of {:,}", "") if prompt else ("step", "{:,}")
-        ours, theirs = (f"{1e3 * r[name]:.2f}" for name in ("ours", "theirs"))
-        cells = [what.format(r["context"]), r["batch"], before.format(r["context"]), ours, theirs, f"{r['ratio']:.2f}x"]
+        what, before = ("prompt of {:,}", "") if prompt else (r["kind"], "{:,}")
+        ours, theirs = (f"{1e3 * r[name]:.2f}" if name in r else "failed" for name in ("ours", "theirs"))
+        cells = [what.format(r["context"]), r["batch"], before.format(r["context"]), ours, theirs]
+        cells.append(f"{r['ratio']:.2f}x" if "ratio" in r else "")
         text.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(text) + "\n"
 

@@ -6,7 +6,7 @@ fill(folder, parameters)    writes the weights' file from parameters of the same
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -40,31 +40,55 @@ def _rows(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(BITS[tensor.element_size()]).reshape(-1, tensor.shape[-1]).numpy()
 
 
+def _pieces(array: np.ndarray, column: int, parameters: Parameters) -> Iterator[tuple[list, int]]:
+    """([parameter, transposed, first column, columns], columns) of parameters that have an array's columns from this one on,
+    as many as stand there in their order."""
+    wanted, width = array[0, column:], array.itemsize
+    for name, p in parameters.items():
+        for transposed in (False, True)[: min(p.dim(), 2)]:
+            row = p.mT if transposed else p
+            while row.dim() > 1:
+                row = row[0]
+            row = _rows(row)[0]
+            at = row.tobytes().find(wanted[:KEY].tobytes()) if row.itemsize == width else -1
+            if at < 0 or at % width:
+                continue
+            first = at // width
+            count = min(len(row) - first, len(wanted))
+            differ = np.flatnonzero(row[first : first + count] != wanted[:count])
+            count = int(differ[0]) if len(differ) else count
+            whole = _rows(p.mT if transposed else p)
+            if np.array_equal(whole[:, first : first + count], array[:, column : column + count]):
+                yield [name, transposed, first, count], count
+
+
 def _parts(
     array: np.ndarray, starts: Mapping[bytes, list[tuple[str, bool]]], parameters: Parameters
 ) -> tuple[list[list], None] | tuple[None, str]:
-    """[[parameter, transposed], ...] that stand side by side in an array's columns, and None; or None and why it is not so."""
+    """[[parameter, transposed], ...] that stand side by side in an array's columns, with [first, columns] of those that have a
+    part of a parameter's, and None; or None and why it is not so."""
     column, parts = 0, []
     while column < array.shape[1]:
         found = []
         for name, transposed in starts.get(array[0, column : column + KEY].tobytes(), ()):
             whole = _rows(parameters[name].mT if transposed else parameters[name])
             if np.array_equal(whole, array[:, column : column + whole.shape[1]]):
-                found.append((name, transposed, whole.shape[1]))
+                found.append(([name, transposed], whole.shape[1]))
+        found = found or list(_pieces(array, column, parameters))
         if not found:
             return None, "is not made of the module's parameters (a rotary table is as long as max_position_embeddings says)"
-        if len(names := {f[0] for f in found}) > 1:
+        if len(names := {part[0] for part, _ in found}) > 1:
             return None, f"may be any of {', '.join(sorted(names))}, whose values are equal: give them others before exporting"
-        parts.append(list(found[0][:2]))
-        column += found[0][2]
+        parts.append(found[0][0])
+        column += found[0][1]
     return parts, None
 
 
 def strip(folder: str | Path, parameters: Parameters) -> int:
     """Takes the weights out of folder/model.onnx, which was exported with these parameters, tensors by name. Returns how many.
 
-    The exporter renames parameters, transposes those of products, packs products of one input, and doubles tied ones: each
-    weight's values say which parameters it is made of. Some initializers stay in the graph, and so do their values: small
+    The exporter renames parameters, transposes those of products, packs products of one input, sorts their columns, and doubles
+    tied ones: each weight's values say which parameters it is made of. Some initializers stay in the graph, and so do their values: small
     ones, those that are no parameters, such as rotary tables, and those that may be one of several parameters of equal
     values, such as the norms of an untrained model. ValueError for one of the last two above 8 MiB.
     """
@@ -121,6 +145,13 @@ def _take_in(tensor: onnx.TensorProto, folder: Path) -> None:
         tensor.ClearField("external_data")
 
 
+def _columns(
+    parameters: Parameters, name: str, transposed: bool, first: int = 0, columns: int | None = None
+) -> torch.Tensor:
+    whole = parameters[name].detach()
+    return (whole.mT if transposed else whole)[..., first : None if columns is None else first + columns]
+
+
 def fill(folder: str | Path, parameters: Parameters) -> None:
     """Writes the weights' file of a folder that strip left, from tensors by the parameters' names, on any device."""
     folder = Path(folder)
@@ -128,7 +159,7 @@ def fill(folder: str | Path, parameters: Parameters) -> None:
     with open(folder / DATA, "wb") as file:
         for t in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
             if t.name in plan:
-                parts = [parameters[n].detach().mT if transposed else parameters[n].detach() for n, transposed in plan[t.name]]
+                parts = [_columns(parameters, *part) for part in plan[t.name]]
                 value = torch.cat(parts, -1).contiguous().view(torch.uint8).cpu().numpy()
                 place = {e.key: e.value for e in t.external_data}
                 if value.nbytes != int(place["length"]):
