@@ -716,14 +716,24 @@ cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStre
   return cudaLaunchKernelEx(&config, kernel, prompt, maps, static_cast<unsigned>(slices));
 }
 
+// Whether two slices to a CTA end sooner than one. A multiprocessor has one CTA, so that CTAs come in waves of sm_count. On an
+// H200 a chunk takes 1.75 times as long with two slices, and a CTA's begin and end as long as 4 chunks of one slice.
+bool pairs_slices(const Args& args, int sm_count) {
+  const int64_t slices = ceil_div(args.value_width, int64_t{kSlice}), states = args.requests * args.v_heads;
+  const int64_t tokens = args.packed ? ceil_div(args.tokens, args.requests) : args.tokens;
+  const int64_t chunks = ceil_div(tokens, int64_t{kChunk});
+  const int64_t alone = ceil_div(states * slices, int64_t{sm_count}) * (4 * chunks + 16);
+  const int64_t paired = ceil_div(states * ceil_div(slices, int64_t{2}), int64_t{sm_count}) * (7 * chunks + 16);
+  return slices > 1 && paired < alone;
+}
+
 template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
   if constexpr (kD <= 128) {
     if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
-    // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
+    // float16's factors of rows leave too few registers for two warpgroups.
     if constexpr (std::is_same<T, __nv_bfloat16>::value) {
-      const int64_t slices = prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
-      if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
+      if (pairs_slices(prompt.args, sm_count)) return launch_groups<T, kD, 2>(prompt, maps, stream);
     }
   }
   return launch_groups<T, kD, 1>(prompt, maps, stream);
