@@ -1,12 +1,17 @@
 """Inside ONNX Runtime's CUDA provider: our nodes against GroupQueryAttention and LinearAttention.
 
-    python -m bench.kernels.ort_cuda [--out FILE.json] [--only TEXT]
+    python -m bench.kernels.ort_cuda [--out FILE.json] [--only TEXT] [--quantised | --delta]
 
 Decode steps: one-node float16 models that append one token to dense caches bound in place. A line gives, for each, the wall
 time of a session run (medians; each run waits for the GPU, as onnxruntime does), the time of its kernels on the GPU
 (CUPTI, through torch.profiler), and the difference, which is the runtime's and the operator's own overhead; then the same
 with the step captured in a CUDA graph. Results are compared with the float64 reference before anything is timed. The same over
 caches of int8 and fp8, with one scale for all of a cache; "per token" are our nodes with a scale for each token and head.
+
+--delta: GatedDeltaRule beside com.microsoft.GatedDeltaNet and LinearAttention, prompts and steps of 16 heads of queries, keys
+and 48 of values, 128 wide, a decay of each token, states [V,K] (LinearAttention's [K,V], of the type of all else), read and
+written to another place. Keys and queries get unit length in the node, for LinearAttention outside of what is timed. The
+difference is that from GatedDeltaNet's output.
 
 Prompts of CausalLinearDecay: the wall time of a run beside that of com.microsoft.LinearAttention, which is given no decay
 (linear) or one for each head and token (gated); all give the state too.
@@ -44,6 +49,9 @@ QUANTISED_SHAPES = [
 ]
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LINEAR_SHAPES = [(1, 32, 2048, 128), (1, 32, 8192, 128), (16, 32, 2048, 128)]  # B, H, N, D
+DELTA_SHAPES = [(1, 2048), (1, 8192), (4, 2048), (1, 1), (16, 1), (64, 1)]  # B, N
+DELTA_HEADS, DELTA_STATES, DELTA_WIDTH = 16, 48, 128
+DELTA_OPERATORS = "GatedDeltaRule", "GatedDeltaNet", "LinearAttention"
 RUNS = 200
 
 
@@ -305,19 +313,101 @@ def linear_text(rows):
     return "\n".join(out)
 
 
+def delta_operands(b, n):
+    """The tensors of a call by name, of a fixed seed; states [V,K]."""
+    torch.manual_seed(0)
+    rows = (b, n, DELTA_HEADS, DELTA_WIDTH), (b, n, DELTA_HEADS, DELTA_WIDTH), (b, n, DELTA_STATES, DELTA_WIDTH)
+    tensors = {name: torch.randn(shape, device="cuda").half() for name, shape in zip(("query", "key", "value"), rows)}
+    tensors["decay"] = -torch.rand(b, n, DELTA_STATES, device="cuda") / 8
+    tensors["beta"] = torch.rand(b, n, DELTA_STATES, device="cuda")
+    tensors["state"] = torch.randn(b, DELTA_STATES, DELTA_WIDTH, DELTA_WIDTH, device="cuda")
+    return tensors
+
+
+def delta_model(op_type, tensors, options):
+    """(session, binding, output, tensors to keep) of a node over the operands."""
+    t, (b, n) = tensors, tensors["query"].shape[:2]
+    feed = {"query": t["query"], "key": t["key"], "value": t["value"]}
+    state, result = torch.empty_like(t["state"]), torch.empty_like(t["value"])
+    outputs = {"output": result, "final_state": state}
+    if op_type == "GatedDeltaRule":
+        feed |= {"log_decay": t["decay"], "beta": t["beta"], "initial_state": t["state"]}
+        attributes = {"layout": "bnhd", "return_state": 1, "state_v_first": 1, "normalize_qk": 1}
+    elif op_type == "GatedDeltaNet":
+        feed |= {"cu_seqlens": None, "decay": t["decay"], "beta": t["beta"], "initial_state": t["state"]}
+        attributes = {"update_rule": "gated_delta", "qk_l2_norm": 1}
+    else:
+        for name in ("query", "key"):
+            feed[name] = torch.nn.functional.normalize(t[name].float(), dim=-1).half()
+        feed = {name: value.view(b, n, -1) for name, value in feed.items()}
+        feed |= {"past_state": t["state"].mT.contiguous().half(), "decay": t["decay"].half(), "beta": t["beta"].half()}
+        outputs = {"output": result.view(b, n, -1), "final_state": torch.empty_like(feed["past_state"])}
+        attributes = {"q_num_heads": DELTA_HEADS, "kv_num_heads": DELTA_STATES, "update_rule": "gated_delta", "scale": 0.0}
+    ours = op_type == "GatedDeltaRule"
+    graph = model(op_type, spec.DOMAIN if ours else "com.microsoft", feed, outputs, attributes)
+    make = ort_ops.make_session if ours else onnxruntime.InferenceSession
+    session = make(graph, providers=[("CUDAExecutionProvider", options)])
+    return session, bound(session, feed, outputs), result, (feed, outputs)
+
+
+def delta_line(b, n):
+    """{operator: its times, without and with a CUDA graph, or why it refuses}."""
+    tensors, row, results = delta_operands(b, n), {"batch": b, "tokens": n}, {}
+    runs, warm_up = (RUNS, 20) if n == 1 else (10, 2)
+    for op_type in DELTA_OPERATORS:
+        row[op_type] = {}
+        for graph in (False, True):
+            prefix = "graph " * graph
+            try:
+                session, binding, result, keep = delta_model(op_type, tensors, {"enable_cuda_graph": "1"} if graph else {})
+                result.fill_(float("nan"))
+                torch.cuda.synchronize()
+                session.run_with_iobinding(binding)
+                torch.cuda.synchronize()
+                results[op_type] = result.double().clone()
+                row[op_type][prefix + "run"], row[op_type][prefix + "spread"] = wall(session, binding, runs, warm_up)
+                row[op_type][prefix + "kernels"], row[op_type][prefix + "names"] = kernel_time(session, binding, runs // 4)
+                del session, binding, keep
+            except Exception as refused:
+                row[op_type][prefix + "refused"] = str(refused).splitlines()[0][:300]
+    for op_type, found in results.items():
+        if "GatedDeltaNet" in results:
+            other = results["GatedDeltaNet"]
+            row[op_type]["difference"] = float((found - other).norm() / other.norm())
+    return row
+
+
+def delta_text(facts, rows):
+    head = (
+        "| requests x tokens | | run | kernels | overhead | run in a graph | kernels | overhead | differs by |\n"
+        + "|---" * 9
+        + "|"
+    )
+    out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16, µs, medians.", "", head]
+    for row in rows:
+        case = f"{row['batch']} x {row['tokens']}"
+        for name in DELTA_OPERATORS:
+            far = row[name].get("difference")
+            out.append(f"{times_line(case, name, row[name])} {'' if far is None else f'{far:.0e}'} |")
+    return "\n".join(out)
+
+
+def times_line(case, name, found):
+    """The table's line of a contender."""
+    cells = [case, name]
+    for prefix in ("", "graph "):
+        if prefix + "run" in found:
+            run, kernels = found[prefix + "run"] * 1e6, found[prefix + "kernels"] * 1e6
+            cells += [f"{run:.1f}", f"{kernels:.1f}", f"{run - kernels:.1f}"]
+        else:
+            cells += ["refused", "", ""]
+    return f"| {' | '.join(cells)} |"
+
+
 def lines_of(row):
     """The table's lines of a row's contenders."""
-    out = []
-    for name in (n for n, found in row.items() if isinstance(found, dict)):
-        cells = [f"B{row['batch']} {row['heads']}/{row['kv_heads']}x{row['head_size']} {row['tokens']}", name]
-        for prefix in ("", "graph "):
-            if prefix + "run" in row[name]:
-                run, kernels = row[name][prefix + "run"] * 1e6, row[name][prefix + "kernels"] * 1e6
-                cells += [f"{run:.1f}", f"{kernels:.1f}", f"{run - kernels:.1f}"]
-            else:
-                cells += ["refused", "", ""]
-        out.append(f"| {' | '.join(cells)} |")
-    return out
+    case = f"B{row['batch']} {row['heads']}/{row['kv_heads']}x{row['head_size']} {row['tokens']}"
+    return [times_line(case, name, found) for name, found in row.items() if isinstance(found, dict)]
 
 
 def text(facts, rows):
@@ -331,6 +421,7 @@ def main():
     parser.add_argument("--out", type=Path, help="JSON to write; the table goes beside it as .md")
     parser.add_argument("--only", default="", help="lines whose shape contains this")
     parser.add_argument("--quantised", action="store_true", help="the lines over quantised caches alone")
+    parser.add_argument("--delta", action="store_true", help="the lines of the gated delta rule alone")
     args = parser.parse_args()
     facts = {
         "device": torch.cuda.get_device_name(),
@@ -339,13 +430,16 @@ def main():
         "date": datetime.date.today().isoformat(),
     }
     rows = []
-    for shape in QUANTISED_SHAPES if args.quantised else SHAPES:
+    shapes, line_of = (DELTA_SHAPES, delta_line) if args.delta else (QUANTISED_SHAPES, quantised_line)
+    if not args.delta and not args.quantised:
+        shapes, line_of = SHAPES, line
+    for shape in shapes:
         if args.only in "x".join(map(str, shape)):
-            rows.append((quantised_line if args.quantised else line)(*shape))
+            rows.append(line_of(*shape))
             print(json.dumps(rows[-1]), flush=True)
-    wanted = [] if args.quantised else LINEAR_SHAPES
+    wanted = [] if args.quantised or args.delta else LINEAR_SHAPES
     linear = [linear_line(*shape) for shape in wanted if args.only in "linear" + "x".join(map(str, shape))]
-    report = text(facts, rows) + ("\n" + linear_text(linear) if linear else "")
+    report = (delta_text if args.delta else text)(facts, rows) + ("\n" + linear_text(linear) if linear else "")
     print(report)
     if args.out:
         args.out.write_text(json.dumps({**facts, "rows": rows, "linear": linear}, indent=1) + "\n")

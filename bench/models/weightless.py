@@ -87,10 +87,10 @@ def _parts(
 def strip(folder: str | Path, parameters: Parameters) -> int:
     """Takes the weights out of folder/model.onnx, which was exported with these parameters, tensors by name. Returns how many.
 
-    The exporter renames parameters, transposes those of products, packs products of one input, sorts their columns, and doubles
-    tied ones: each weight's values say which parameters it is made of. Some initializers stay in the graph, and so do their values: small
-    ones, those that are no parameters, such as rotary tables, and those that may be one of several parameters of equal
-    values, such as the norms of an untrained model. ValueError for one of the last two above 8 MiB.
+    The exporter renames parameters, transposes those of products, packs products of one input, sorts their columns, and
+    doubles tied ones: each weight's values say which parameters it is made of. Some initializers stay in the graph, and so do
+    their values: small ones, those that are no parameters, such as rotary tables, and those that may be one of several
+    parameters of equal values, such as the norms of an untrained model. ValueError for one of the last two above 8 MiB.
     """
     folder = Path(folder)
     path = folder / "model.onnx"
@@ -145,9 +145,7 @@ def _take_in(tensor: onnx.TensorProto, folder: Path) -> None:
         tensor.ClearField("external_data")
 
 
-def _columns(
-    parameters: Parameters, name: str, transposed: bool, first: int = 0, columns: int | None = None
-) -> torch.Tensor:
+def _columns(parameters: Parameters, name: str, transposed: bool, first: int = 0, columns: int | None = None) -> torch.Tensor:
     whole = parameters[name].detach()
     return (whole.mT if transposed else whole)[..., first : None if columns is None else first + columns]
 
