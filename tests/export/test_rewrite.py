@@ -729,6 +729,9 @@ def test_gated_delta_net_there_and_back(case):
     proto, _ = rewritten(delta_net_model(inputs, attributes))
     back, (row,) = rewritten(proto, "standard")
     assert (row.into, row.reason) == ("GatedDeltaNet", None) and "onnxruntime runs it on GPUs alone" in row.notes
+    (net,) = (n for n in back.graph.node if n.op_type == "GatedDeltaNet")
+    normalizes = {a.name: a.i for a in net.attribute}.get("qk_l2_norm", 0)
+    assert normalizes == (inputs["query"].dtype != np.float32 and attributes.get("qk_l2_norm", 0))
     again, (row,) = rewritten(back)
     assert row.into == "GatedDeltaRule"
     close_states(run(again, feed_of(inputs), True), delta_net_in_float64(inputs, attributes))
