@@ -9,6 +9,7 @@
 
 #include "core/cuda_target.h"
 #include "core/shared_memory.cuh"
+#include <cstdlib>
 #include "lean_attention/device.cuh"
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
@@ -433,10 +434,24 @@ int direct_bytes(const Args& args, int rows) {
     return has_narrow_cache(args) ? of(EitherHalf{}) : of(__half{});
   });
 }
+
+// launch(width, blocks of 8 rows) of DirectKernel's instance for a plan, known to the compiler.
+template <class F>
+int launch_direct_width(const Args& args, F&& launch) {
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  return for_padded_width(args, [&](auto w) {
+    if constexpr (decltype(w)::value <= 128)
+      if (args.plan.row_tile > kDirectRows) return launch(w, two);
+    return launch(w, one);
+  });
+}
+
 // Whether DirectKernel may run a plan in CTAs with so much shared memory, and the tokens that a CTA of it reads at once.
 bool is_direct(const Args& args, const Plan& plan, int shared_bytes) {
   if (has_narrow_cache(args)) return plan.directly;
-  return plan.row_tile <= kMostDirectRows && padded_width(args) <= 128 && direct_bytes(args, plan.row_tile) <= shared_bytes;
+  const int most_rows = padded_width(args) <= 128 ? kMostDirectRows : kDirectRows;
+  return plan.row_tile <= most_rows && direct_bytes(args, plan.row_tile) <= shared_bytes;
 }
 int tokens_at_once(const Args& args, const Plan& plan) {
   return direct_tokens(padded_width(args), plan.row_tile, cache_bits(args));
@@ -580,13 +595,11 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   if (has_narrow_cache(args) && !args.plan.converts) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     if (!args.plan.directly) return then_merge(launch_narrow(args, max_shared_bytes, stream));
-    return for_padded_width(args, [&](auto w) {
-      constexpr int kWidth = decltype(w)::value;
-      if (args.plan.one_segment > 0) return launch_one_segment_narrow<kWidth>(args, stream);
-      if constexpr (kWidth <= 128)
-        if (args.plan.row_tile > kDirectRows) return then_merge(launch_direct_narrow<kWidth, 2>(args, cut, stream));
-      return then_merge(launch_direct_narrow<kWidth, 1>(args, cut, stream));
-    });
+    if (args.plan.one_segment > 0)
+      return for_padded_width(args, [&](auto w) { return launch_one_segment_narrow<decltype(w)::value>(args, stream); });
+    return then_merge(launch_direct_width(args, [&](auto w, auto blocks) {
+      return launch_direct_narrow<decltype(w)::value, decltype(blocks)::value>(args, cut, stream);
+    }));
   }
   if (by_16_bytes && args.plan.one_segment > 0)
     return for_type(args, [&](auto type) { return launch_one_segment<decltype(type)>(args, width, stream); });
@@ -603,12 +616,13 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   }
   // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring.
   const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
-  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages))
+  static const int tried = std::getenv("LF_DIRECT") ? std::atoi(std::getenv("LF_DIRECT")) : 1;
+  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages || tried == 2) && (tried > 0 || width < 256))
     return then_merge(for_type(args, [&](auto type) {
       using T = decltype(type);
-      if (args.plan.row_tile > kDirectRows)
-        return width == 64 ? launch_direct<T, 64, 2>(args, cut, stream) : launch_direct<T, 128, 2>(args, cut, stream);
-      return width == 64 ? launch_direct<T, 64, 1>(args, cut, stream) : launch_direct<T, 128, 1>(args, cut, stream);
+      return launch_direct_width(args, [&](auto w, auto blocks) {
+        return launch_direct<T, decltype(w)::value, decltype(blocks)::value>(args, cut, stream);
+      });
     }));
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
