@@ -346,7 +346,9 @@ OneSegmentDevice this_device(int sm_count) {
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
   if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;  // also of those that are converted
-  return for_wgmma_width(columns_of(args), [](auto width) { return WgmmaTile<decltype(width)::value>::kRows; });
+  return for_wgmma_widths(args.key_width, args.value_width, [](auto keys, auto values) {
+    return WgmmaTile<decltype(keys)::value, false, decltype(values)::value>::kRows;
+  });
 }
 
 int greatest_common_divisor(int a, int b) {
@@ -402,24 +404,24 @@ auto for_padded_width(const Args& args, F&& launch) {
 
 // How a kernel of tensor cores keeps keys and values.
 struct Ring {
-  int width, key_tile, slots;
+  int key_tile, slots;
 };
 
 // Of the kernel for units of so many rows, in a CTA with so much shared memory.
 Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
-  const auto of_tile = [&](auto width, auto tile) {
-    return Ring{width, decltype(tile)::kTokens, decltype(tile)::slots_for(shared_bytes)};
-  };
+  const auto of_tile = [&](auto tile) { return Ring{decltype(tile)::kTokens, decltype(tile)::slots_for(shared_bytes)}; };
   if (wgmma && rows > 16) {
     if (has_narrow_cache(args))
-      return for_padded_width(args, [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value, true>{}); });
-    return for_wgmma_width(columns_of(args), [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value>{}); });
+      return for_padded_width(args, [&](auto w) { return of_tile(WgmmaTile<decltype(w)::value, true>{}); });
+    return for_wgmma_widths(args.key_width, args.value_width, [&](auto keys, auto values) {
+      return of_tile(WgmmaTile<decltype(keys)::value, false, decltype(values)::value>{});
+    });
   }
   return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    if (rows <= 8) return of_tile(w, MmaTile<kWidth, 8>{});
-    if (rows <= 16) return of_tile(w, MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
-    return of_tile(w, MmaTile<kWidth, 128>{});
+    if (rows <= 8) return of_tile(MmaTile<kWidth, 8>{});
+    if (rows <= 16) return of_tile(MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
+    return of_tile(MmaTile<kWidth, 128>{});
   });
 }
 
@@ -627,8 +629,12 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
-  if (wgmma)
-    loads.key_boxes = loads.value_boxes = ceil_div(ring.width, kBoxColumns);  // its products take all columns: zeros beyond D
+  if (wgmma)  // its products take all columns: zeros beyond D and Dv
+    for_wgmma_widths(args.key_width, args.value_width, [&](auto keys, auto values) {
+      using Tile = WgmmaTile<decltype(keys)::value, false, decltype(values)::value>;
+      loads.key_boxes = Tile::kKeyBoxes;
+      loads.value_boxes = Tile::kValueBoxes;
+    });
   loads.stream_once = num_row_tiles(args) == 1 && (!args.packed_tokens || args.total_tokens <= args.requests);
   loads.slots = ring.slots;
   loads.clusters = clusters;
@@ -656,11 +662,13 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const int error = for_type(args, [&](auto type) {
     using T = decltype(type);
     if (args.plan.converts)
-      return for_padded_width(
-          args, [&](auto w) { return launch_wgmma<T, decltype(w)::value, true>(args, loads, key_map, value_map, stream); });
+      return for_padded_width(args, [&](auto w) {
+        constexpr int kWidth = decltype(w)::value;
+        return launch_wgmma<T, kWidth, true, kWidth>(args, loads, key_map, value_map, stream);
+      });
     if (wgmma)
-      return for_wgmma_width(columns_of(args), [&](auto w) {
-        return launch_wgmma<T, decltype(w)::value, false>(args, loads, key_map, value_map, stream);
+      return for_wgmma_widths(args.key_width, args.value_width, [&](auto keys, auto values) {
+        return launch_wgmma<T, decltype(keys)::value, false, decltype(values)::value>(args, loads, key_map, value_map, stream);
       });
     return for_padded_width(args, [&](auto w) {
       return launch_mma<T, decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);

@@ -96,6 +96,7 @@ struct MmaTile {
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(Work)) + kQueuedQueryBytes + 16);
   // 16: a barrier for the inbox; 1024: to align the ring.
   static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kInboxBytes + kQueueBytes + 16 + 1024;
+  static __host__ __device__ constexpr int slot_at(int slot) { return slot * kSlotBytes; }
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
     return (slots < 12 ? slots : 12) / kGroups * kGroups;
@@ -290,8 +291,10 @@ struct TileProducer {
   __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
     if constexpr (Tile::kDeals) {
       Unit unit = range.unit;
-      RingPlace begun(0, kQueue);                                        // the unit before those that were told last
-      const int ahead = unit.tiles.end - unit.tiles.begin <= 2 ? 2 : 1;  // sooner done than the next one is taken
+      RingPlace begun(0, kQueue);                                  // the unit before those that were told last
+      int ahead = unit.tiles.end - unit.tiles.begin <= 2 ? 2 : 1;  // sooner done than the next one is taken
+      if (args.group * args.tokens <= Tile::kGroupRows)
+        ahead = min32(ahead + Tile::kWarpgroups - 1, kQueue - 1);  // many at once
 #pragma unroll 1
       for (int turn = 1;; ++turn) {
         Share share = {unit.tiles, true, true};
@@ -478,7 +481,7 @@ struct TileProducer {
 
   __device__ __forceinline__ uint32_t acquire() {
     mbarrier_wait(ring.empty + place.slot * 8, place.parity ^ 1);
-    return ring.slots + place.slot * Tile::kSlotBytes;
+    return ring.slots + Tile::slot_at(place.slot);
   }
 
 #if __CUDA_ARCH__ >= 900

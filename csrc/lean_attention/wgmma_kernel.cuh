@@ -15,22 +15,24 @@
 
 namespace leanfleet::lean_attention {
 
-// kOfQuantised: of quantised caches, which four producer warps turn into T. They need the registers of a third warpgroup.
-template <int kWidth, bool kOfQuantised = false>
+// kWidth: columns of keys; kValueWidth: of values. kOfQuantised: of quantised caches, which four producer warps turn into T. They need
+// the registers of a third warpgroup.
+template <int kWidth, bool kOfQuantised = false, int kValueWidth = kWidth>
 struct WgmmaTile {
   static constexpr bool kSplitTokens = false, kDeals = true, kConverts = kOfQuantised;
   static constexpr int kColumns = kWidth;
   static constexpr int kWarpgroups = kWidth == 64 && !kConverts ? 3 : 2, kGroupRows = 64;
-  static constexpr int kTokens = kWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
-  static constexpr bool kTurns = kWidth <= 128;  // at issuing products; where these take longest it only delays them
+  static constexpr int kTokens = kValueWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
+  static constexpr bool kTurns = kValueWidth <= 128;  // at issuing products; where these take longest it only delays them
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
   // Registers of a thread; with those of the producers all that an SM has, 65,536.
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 56;
   static constexpr int kThreads = 32 * (kConsumerWarps + 4);
-  static constexpr int kStored = (kWidth + kBoxColumns - 1) / kBoxColumns * kBoxColumns;  // columns of a row in shared memory
-  static constexpr int kSlotBytes = kTokens * kStored * 2;
-  static constexpr int kQueryBytes = kRows * kStored * 2;
+  static constexpr int kKeyBoxes = (kWidth + kBoxColumns - 1) / kBoxColumns;  // of a row in shared memory, the query's too
+  static constexpr int kValueBoxes = (kValueWidth + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kKeySlotBytes = kTokens * kKeyBoxes * 128, kPairBytes = kTokens * (kKeyBoxes + kValueBoxes) * 128;
+  static constexpr int kQueryBytes = kRows * kKeyBoxes * 128;
   static constexpr int kSlices = kTokens / 16;
   static constexpr int kStageBytes = kConverts ? 2 * kTokens * kWidth : 0;
   static constexpr int kSlotExtra = 16 + kSlices * 2 + (kConverts ? kTokens * 2 : 0);  // a float for every second slot's tokens
@@ -38,21 +40,28 @@ struct WgmmaTile {
   static constexpr int kFixedBytes = kQueryBytes + kStageBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
+  static __host__ __device__ constexpr int slot_at(int slot) { return slot / 2 * kPairBytes + slot % 2 * kKeySlotBytes; }
   static int slots_for(int shared_bytes) {
-    const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
-    return (slots < 12 ? slots : 12) / 2 * 2;
+    const int pairs = (shared_bytes - kFixedBytes) / (kPairBytes + 2 * kSlotExtra);
+    return 2 * (pairs < 6 ? pairs : 6);
   }
-  static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
+  static int shared_bytes(int slots) { return kFixedBytes + slots / 2 * (kPairBytes + 2 * kSlotExtra); }
 };
 
-// launch(width) with the kernel's width for heads of so many columns, known to the compiler.
+// launch(columns of keys, columns of values) with those of the kernel for such heads, known to the compiler.
 template <class F>
-auto for_wgmma_width(int columns, F&& launch) {
-  if (columns <= 64) return launch(std::integral_constant<int, 64>{});
-  if (columns <= 96) return launch(std::integral_constant<int, 96>{});
-  if (columns <= 128) return launch(std::integral_constant<int, 128>{});
-  if (columns <= 192) return launch(std::integral_constant<int, 192>{});
-  return launch(std::integral_constant<int, 256>{});
+auto for_wgmma_widths(int key_width, int value_width, F&& launch) {
+  constexpr std::integral_constant<int, 64> narrow;
+  constexpr std::integral_constant<int, 96> of_96;
+  constexpr std::integral_constant<int, 128> of_128;
+  constexpr std::integral_constant<int, 192> of_192;
+  constexpr std::integral_constant<int, 256> wide;
+  const int columns = key_width > value_width ? key_width : value_width;
+  if (columns <= 64) return launch(narrow, narrow);
+  if (columns <= 96) return launch(of_96, of_96);
+  if (columns <= 128) return launch(of_128, of_128);
+  if (columns <= 192) return value_width <= 128 ? launch(of_192, of_128) : launch(of_192, of_192);
+  return launch(wide, wide);
 }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -71,15 +80,15 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   swap(w[1], w[3], 2);
 }
 
-// A warpgroup: `group` 0, 1 or 2, with rows 64 * group and on of every unit; `warp` of the CTA's consumer warps. A
-// thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
-template <class T, int kWidth, bool kConverts>
+// A warpgroup: `group` 0, 1 or 2, with 64 rows of a unit, or none, see part_of; `warp` of the CTA's consumer warps. Of these rows a
+// thread has 16 * (warp % 4) + lane / 4 and 8 more, and of each the columns 8n + 2 * (lane % 4) and the next.
+template <class T, int kWidth, bool kConverts, int kValueWidth>
 struct WarpgroupConsumer {
-  using Tile = WgmmaTile<kWidth, kConverts>;
+  using Tile = WgmmaTile<kWidth, kConverts, kValueWidth>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
   using Scores = float[kTokens / 8][4];
-  using Output = float[kWidth / 8][4];
+  using Output = float[kValueWidth / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
 
   const Args& args;
@@ -89,6 +98,7 @@ struct WarpgroupConsumer {
   const int group, warp, lane;
   int pair = 0;  // of slots in the ring, keys' and values'
   uint32_t parity = 0;
+  int turn = 0;  // the group that takes the next unit of one group
   float max[2], sum[2];
 
   __device__ __forceinline__ void run() {
@@ -98,26 +108,43 @@ struct WarpgroupConsumer {
     mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
     if (group == 1) end_turn(2);
-    load_query(ring.queue[queued.slot].unit);
+    int part = part_of(ring.queue[queued.slot]);
+    load_query(ring.queue[queued.slot].unit, part);
 #pragma unroll 1
     for (;;) {
       const Work& work = ring.queue[queued.slot];
       begin_unit(o);
-      const Span rows = unit_rows(args, work.unit.request, work.unit.row_tile), tiles = work.segment.tiles;
-      const int groups = max32(ceil_div(rows.end - rows.begin, Tile::kGroupRows), 1);  // that have rows
-      if (group >= groups) skip(tiles.end - tiles.begin);
-      else if (tiles.begin < tiles.end) consume(tiles, work, groups, o);
+      const Span tiles = work.segment.tiles;
+      const int groups = groups_of(work.unit);
+      if (part >= groups) skip(tiles.end - tiles.begin);
+      else if (tiles.begin < tiles.end) consume(tiles, work, groups, part, o);
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
       mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const bool last = ring.queue[queued.slot].last != 0;
-      if (!last) load_query(ring.queue[queued.slot].unit);
-      finish(work, o);
+      const int next_part = last ? 0 : part_of(ring.queue[queued.slot]);
+      if (!last) load_query(ring.queue[queued.slot].unit, next_part);
+      finish(work, part, o);
       if (last) break;
+      part = next_part;
       mbarrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
     if (group == 0) await_turn(2);  // the turn that nobody took
+  }
+
+  // How many groups have rows of a unit.
+  __device__ __forceinline__ int groups_of(const Unit& unit) const {
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
+    return max32(ceil_div(rows.end - rows.begin, Tile::kGroupRows), 1);
+  }
+  // Which 64 rows of the unit are this group's, in the order of units. Whole units of up to 64 rows go to the groups in turn: while one
+  // has a unit's begin or end, the others compute. kWarpgroups: none.
+  __device__ __forceinline__ int part_of(const Work& work) {
+    if (groups_of(work.unit) > 1 || work.segment.count > 1) return group;
+    const bool mine = turn == group;
+    if (++turn == Tile::kWarpgroups) turn = 0;
+    return mine ? 0 : Tile::kWarpgroups;
   }
 
   // The ring
@@ -126,8 +153,8 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ uint32_t values_full(int of) const { return ring.full + of * 16 + 8; }
   __device__ __forceinline__ uint32_t keys_empty() const { return ring.full + 8 * loads.slots + pair * 16; }
   __device__ __forceinline__ uint32_t values_empty(int of) const { return ring.full + 8 * loads.slots + of * 16 + 8; }
-  __device__ __forceinline__ uint32_t keys() const { return ring.slots + pair * 2 * Tile::kSlotBytes; }
-  __device__ __forceinline__ uint32_t values(int of) const { return ring.slots + (of * 2 + 1) * Tile::kSlotBytes; }
+  __device__ __forceinline__ uint32_t keys() const { return ring.slots + Tile::slot_at(2 * pair); }
+  __device__ __forceinline__ uint32_t values(int of) const { return ring.slots + Tile::slot_at(2 * of + 1); }
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
@@ -284,7 +311,7 @@ struct WarpgroupConsumer {
 
   static __device__ __forceinline__ void rescale_output(Output& o, const float (&factor)[2]) {
 #pragma unroll
-    for (int d = 0; d < kWidth / 8; ++d)
+    for (int d = 0; d < kValueWidth / 8; ++d)
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[d][i] *= factor[i / 2];
   }
@@ -305,7 +332,7 @@ struct WarpgroupConsumer {
   }
 
   // groups: so many do this.
-  __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, Output& o) {
+  __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, int part, Output& o) {
     const float scale = log2_scale();
     Span plain = {ceil_div(work.common.begin, kTokens), work.common.end / kTokens};  // tiles of which all rows see all tokens
     if (args.softcap > 0.0f) plain.end = plain.begin;
@@ -326,21 +353,21 @@ struct WarpgroupConsumer {
 #pragma unroll 1
     for (int tile = tiles.begin;;) {
       hopper::fence_accumulators(s);
-      finish_scores(tile, plain, work, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
+      finish_scores(tile, plain, work, part, args.cache_kind != kPaged || !__any_sync(kFullWarp, missing != 0), s);
       new_maxima(s, scale, factor);
       // The product of the values before is waited for late: its registers are needed by rescaling alone.
-      if (kWidth == 128) release(keys_empty(), kConverts, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
+      if (kValueWidth == 128) release(keys_empty(), kConverts, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
-      if (kWidth > 128) {
+      if (kValueWidth > 128) {
         weigh<1>(s, scale);
         stay_behind(sum[1]);
       }
-      const bool scales = kWidth <= 128 || __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
+      const bool scales = kValueWidth <= 128 || __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(pair == 0 ? loads.slots / 2 - 1 : pair - 1, tile > tiles.begin);
       if (scales) rescale_output(o, factor);
-      if (kWidth <= 128) weigh<1>(s, scale);
+      if (kValueWidth <= 128) weigh<1>(s, scale);
       pack(s, p);
       const int before = pair;
       const uint32_t before_parity = parity;
@@ -381,10 +408,11 @@ struct WarpgroupConsumer {
   }
 
   // Caps and masks the logits of a tile unless it is plain. Gives keys back.
-  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
+  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, int part, bool all_there,
+                                                Scores& s) const {
     if constexpr (kConverts) multiply_by_scales(s);
     const uint4 missing = missing_tokens(all_there);
-    if (kWidth != 128) release(keys_empty(), kConverts);
+    if (kValueWidth != 128) release(keys_empty(), kConverts);
     if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;
@@ -401,7 +429,7 @@ struct WarpgroupConsumer {
         for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
       }
     }
-    const Span rows = real_rows(work.unit);
+    const Span rows = real_rows(work.unit, part);
     const int first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -444,14 +472,14 @@ struct WarpgroupConsumer {
     if ((missing.x | missing.y | missing.z | missing.w) == 0 && begin >= seen.begin) {  // the last tokens: lines in a row
       const int first = (seen.end - begin) * 128 + thread * 16;
 #pragma unroll
-      for (int box = 0; box < Tile::kStored / kBoxColumns; ++box)
+      for (int box = 0; box < Tile::kValueBoxes; ++box)
 #pragma unroll
         for (int i = 0; i < kTokens * 128; i += 128 * 16)
           if (first + i < kTokens * 128) store_16_bytes(to + box * kTokens * 128 + first + i, make_uint4(0, 0, 0, 0));
     } else {
 #pragma unroll 1
-      for (int i = thread; i < kTokens * kChunks; i += 128) {
-        const int token = i / kChunks, chunk = i % kChunks;
+      for (int i = thread; i < kTokens * 8 * Tile::kValueBoxes; i += 128) {
+        const int token = i / (8 * Tile::kValueBoxes), chunk = i % (8 * Tile::kValueBoxes);
         const uint32_t bits = token < 64 ? token < 32 ? missing.x : missing.y : token < 96 ? missing.z : missing.w;
         if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
           store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
@@ -465,23 +493,24 @@ struct WarpgroupConsumer {
 
   // The begin and the end of a unit
 
-  // This group's rows of a unit: the first, and the end of those that are not padding.
-  __device__ __forceinline__ Span real_rows(const Unit& unit) const {
+  // A part's rows of a unit: the first, and the end of those that are not padding.
+  __device__ __forceinline__ Span real_rows(const Unit& unit, int part) const {
     const Span all = unit_rows(args, unit.request, unit.row_tile);
-    const int begin = all.begin + Tile::kGroupRows * group;
+    const int begin = all.begin + Tile::kGroupRows * part;
     return {begin, min32(min32(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
   }
 
   // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line; of wide
   // rows also that kAcross chunks on.
-  static constexpr int kChunks = Tile::kStored / 8, kAcross = kChunks % 16 == 0 ? 16 : 8, kRowsApart = 128 / kAcross;
+  static constexpr int kChunks = 8 * Tile::kKeyBoxes, kAcross = kChunks % 16 == 0 ? 16 : 8, kRowsApart = 128 / kAcross;
   static_assert(kRowsApart % 8 == 0, "the swizzle repeats after 8 lines");
   __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kAcross; }
   __device__ __forceinline__ int query_chunk() const { return lane % kAcross; }
 
   // Starts to copy the rows of a unit, 0 for padding.
-  __device__ __forceinline__ void load_query(const Unit& unit) const {
-    const Span rows = real_rows(unit);
+  __device__ __forceinline__ void load_query(const Unit& unit, int part) const {
+    if (part == Tile::kWarpgroups) return;
+    const Span rows = real_rows(unit, part);
     const int row = rows.begin + query_row(), chunk = query_chunk();
     // Row = token * group + head of the group; kRowsApart rows on are step_token tokens and step_head heads on, or one token more.
     int head = row - quotient(row, args.group) * args.group;
@@ -528,13 +557,13 @@ struct WarpgroupConsumer {
       sum[c] = 0.0f;
     }
 #pragma unroll
-    for (int d = 0; d < kWidth / 8; ++d)
+    for (int d = 0; d < kValueWidth / 8; ++d)
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[d][i] = 0.0f;
     group_barrier();
   }
 
-  __device__ __forceinline__ void finish(const Work& work, const Output& o) {
+  __device__ __forceinline__ void finish(const Work& work, int part, const Output& o) {
     const Segment& segment = work.segment;
     const Span all = unit_rows(args, work.unit.request, work.unit.row_tile);
 #pragma unroll
@@ -544,7 +573,7 @@ struct WarpgroupConsumer {
       if (max[c] == INFINITY) sum[c] = NAN;  // beyond float32: no weight is left
     }
     if (segment.count == 1) {
-      write_output(work.unit, all, o);
+      write_output(work.unit, all, part, o);
       return;
     }
     const int columns = args.value_width;
@@ -555,7 +584,7 @@ struct WarpgroupConsumer {
       const int64_t at = static_cast<int64_t>(segment.slot) * Tile::kRows + row;
       float* const to = args.partial_output + at * columns + lane % 4 * 2;
 #pragma unroll
-      for (int d = 0; d < kWidth / 8; ++d)
+      for (int d = 0; d < kValueWidth / 8; ++d)
         if (8 * d < columns) *reinterpret_cast<float2*>(to + 8 * d) = make_float2(o[d][2 * c], o[d][2 * c + 1]);
       if (lane % 4 == 0) {
         args.partial_max[at] = max[c];
@@ -570,16 +599,17 @@ struct WarpgroupConsumer {
     merge_rows(work.unit, work.first, segment.count);
   }
 
-  __device__ __forceinline__ void write_output(const Unit& unit, Span rows, const Output& o) const {
-    if (rows.begin + Tile::kGroupRows * group >= rows.end) return;
+  __device__ __forceinline__ void write_output(const Unit& unit, Span rows, int part, const Output& o) const {
+    rows.begin += Tile::kGroupRows * part;
+    if (rows.begin >= rows.end) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int row = rows.begin + 16 * warp + lane / 4 + 8 * c;
+      const int row = rows.begin + warp % 4 * 16 + lane / 4 + 8 * c;
       const RowPlace place = row_place(args, unit, min32(row, rows.end - 1));
       const RowEnd<T> end = row_end<T>(args, unit, place, logit_of(max[c], log2_scale()), sum[c]);
       if (lane % 4 == 0 && row < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
-      for (int d = 0; d < kWidth / 8; d += 4) {
+      for (int d = 0; d < kValueWidth / 8; d += 4) {
         uint32_t w[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -596,13 +626,13 @@ struct WarpgroupConsumer {
   // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, of wide rows 4 of each 128, and the
   // statistics of one. As little code as can be: what runs once costs some five cycles an instruction.
   __device__ __forceinline__ void merge_rows(const Unit& unit, int first, int count) const {
-    constexpr int kLanes = kWidth == 64 ? 16 : 32, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
+    constexpr int kLanes = kValueWidth == 64 ? 16 : 32, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
     const Span rows = unit_rows(args, unit.request, unit.row_tile);
     int columns = args.value_width;
     asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
     const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
 #pragma unroll 1
-    for (int column0 = 0; column0 < kWidth; column0 += 4 * kLanes) {
+    for (int column0 = 0; column0 < kValueWidth; column0 += 4 * kLanes) {
       const int d = column0 + lane % kLanes * 4;
       const bool in_columns = d < columns;
 #pragma unroll 1
@@ -666,12 +696,12 @@ struct WarpgroupConsumer {
 
 #endif
 
-template <class T, int kWidth, bool kConverts>
-__global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts>::kThreads, 1)
+template <class T, int kWidth, bool kConverts, int kValueWidth>
+__global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kThreads, 1)
     WgmmaKernel(const __grid_constant__ Args launch_args, const __grid_constant__ TileLoads loads,
                 const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = WgmmaTile<kWidth, kConverts>;
+  using Tile = WgmmaTile<kWidth, kConverts, kValueWidth>;
   Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
@@ -679,7 +709,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts>::kThreads, 1)
             lane = threadIdx.x % 32;  // so that the compiler sees it uniform
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-  char* at = base + loads.slots * Tile::kSlotBytes;
+  char* at = base + Tile::slot_at(loads.slots);
   const uint32_t query = shared_address(at);
   at += Tile::kQueryBytes;
   RingAddresses ring;
@@ -751,16 +781,16 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts>::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
     named_barrier(0, Tile::kThreads);
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth, kConverts> consumer{args,  loads, ring, query + group * Tile::kGroupRows * Tile::kStored * 2,
-                                                     group, warp,  lane};
+    const uint32_t own_query = query + group * Tile::kGroupRows * Tile::kKeyBoxes * 128;
+    WarpgroupConsumer<T, kWidth, kConverts, kValueWidth> consumer{args, loads, ring, own_query, group, warp, lane};
     consumer.run();
   }
 #endif
 }
 
-// Launches the kernel for one element type and width (64, 96, 128, 192 or 256, at least D and Dv; kConverts: 64, 128 or 256, D and Dv);
-// args.plan holds the tile. Compiled by wgmma_launch.cu.in, a source file a type.
-template <class T, int kWidth, bool kConverts>
+// Launches the kernel for one element type and widths (those of for_wgmma_widths, at least D and Dv; kConverts: 64, 128 or 256, D and
+// Dv); args.plan holds the tile. Compiled by wgmma_launch.cu.in, a source file a type.
+template <class T, int kWidth, bool kConverts, int kValueWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                  void* stream);
 
