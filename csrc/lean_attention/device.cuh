@@ -387,7 +387,13 @@ __device__ __forceinline__ bool are_better_dealt(Args& args) {
 // Units of requests of unlike lengths are dealt by the length of these, in levels of a power of two of tiles: those of the highest
 // level first, and at the end short units, which even out what CTAs have. A head's query tiles follow each other, so that its keys
 // are read from memory once.
-__device__ __forceinline__ int length_level(Span tiles) { return 31 - __clz(max32(tiles.end - tiles.begin, 1)); }
+__device__ __forceinline__ int length_level(int tiles) { return 31 - __clz(tiles); }
+
+// The most tiles that a unit of a request has, if at least 1.
+__device__ __forceinline__ int most_tiles(const Args& args, const Request& request, int row_tiles) {
+  const Span first = unit_tiles(args, request, 0), last = unit_tiles(args, request, row_tiles - 1);
+  return max32(max32(first.end - first.begin, last.end - last.begin), 1);
+}
 
 // Where a CTA is in that order: the first request of the 32 that it looks at, their level, and how many requests came before.
 struct LengthOrder {
@@ -402,7 +408,7 @@ __device__ __forceinline__ bool deal_by_length(const Args& args, int index, Leng
   while (at.level >= 0) {
     const bool exists = at.base + lane < args.batch;
     const Request request = request_of(args, exists ? at.base + lane : 0);
-    const bool of_level = exists && length_level(unit_tiles(args, request, row_tiles - 1)) == at.level;
+    const bool of_level = exists && length_level(most_tiles(args, request, row_tiles)) == at.level;
     const unsigned found = __ballot_sync(kFullWarp, of_level);
     const int rank = wanted - at.before;
     if (rank < __popc(found)) {
@@ -425,14 +431,12 @@ __device__ __forceinline__ bool deal_by_length(const Args& args, int index, Leng
 // The highest level if whole units of requests of unlike lengths are done sooner than ranges, else -1. All lanes of a warp call it.
 __device__ __forceinline__ int level_if_dealt(const Args& args) {
   const int row_tiles = num_row_tiles(args);
-  int32_t sum = 0, most = 0;  // of units, with their begin and end
+  int32_t sum = 0, most = 0;  // tiles of a unit of each request, those of begin and end in the sum
 #pragma unroll 1
   for (int b = threadIdx.x % 32; b < args.batch; b += 32) {
-    const Request request = request_of(args, b);
-    const Span first = unit_tiles(args, request, 0), last = unit_tiles(args, request, row_tiles - 1);
-    const int32_t longest = max32(last.end - last.begin, 1);
-    sum += 2 * kUnit + max32(first.end - first.begin, 1) + longest;
-    most = max32(most, longest);
+    const int32_t tiles = most_tiles(args, request_of(args, b), row_tiles);
+    sum += kUnit + tiles;
+    most = max32(most, tiles);
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -440,10 +444,10 @@ __device__ __forceinline__ int level_if_dealt(const Args& args) {
     most = max32(most, __shfl_xor_sync(kFullWarp, most, distance));
   }
   const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * row_tiles;
-  const int64_t mean = sum / (2 * args.batch), even = mean * units / args.plan.max_ranges, longest = even + mean / 2;
+  const int64_t mean = sum / args.batch, even = mean * units / args.plan.max_ranges, longest = even + mean / 2;
   const int together = heads_together(args, static_cast<int32_t>(mean) * args.plan.key_tile, args.batch * args.kv_heads);
   const bool sooner = is_sooner(longest > most ? longest : most, even, args.batch * args.kv_heads, together);
-  return sooner ? length_level({0, most}) : -1;
+  return sooner ? length_level(most) : -1;
 }
 
 // Whether units are dealt out whole, and the first one of this CTA, that of its own index. All lanes of a warp call it. `exists`:
