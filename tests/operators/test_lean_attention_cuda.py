@@ -693,6 +693,30 @@ def test_large_ragged_batches(dtype):
         check(inputs, attrs)
 
 
+# Units that are dealt whole by their requests' lengths, and units of up to 64 rows, which groups of warps take in turn.
+@pytest.mark.parametrize("D, Dv", ((64, 64), (80, 96), (128, 128), (192, 192), (192, 128), (136, 72), (256, 256)))
+@pytest.mark.parametrize(
+    "variant, B, H, Hkv, Nq, options",
+    (
+        ("paged", 260, 71, 1, 4, {}),
+        ("dense", 150, 28, 4, 7, {"window": 300}),
+        ("ragged", 150, 28, 4, 7, {"append": True}),
+        ("paged", 280, 6, 2, 9, {"sinks": True, "append": True}),
+        ("dense", 280, 6, 2, 9, {"causal": 0, "softcap": 20.0}),
+        ("dense", 160, 9, 3, 50, {}),
+    ),
+)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_many_units_of_unlike_lengths(dtype, variant, B, H, Hkv, Nq, options, D, Dv):
+    generator = torch.Generator().manual_seed(B + D)
+    lens = (torch.randn(B, generator=generator) * 1.2 + 5).exp().int().clamp(0, 1500).tolist()
+    lens[7], lens[40] = 0, 1
+    query_lens = [min(n, Nq - b % 2) for b, n in enumerate(lens)]
+    sizes = dict(H=H, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv)
+    inputs, attrs = make_case(D, variant, dtype, lens, query_lens=query_lens, **sizes, **options)
+    check(inputs, attrs)
+
+
 def any_call(draw, D, Dv, Nqs, groups):
     """Draws a call and checks it."""
     lens = draw(
