@@ -77,7 +77,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives_h200": of("collectives_h200", collectives.table),
     "context_parallel_h100": of("context_parallel_h100", context_parallel.table),
     "context_parallel_4_h100": of("context_parallel_4_h100", context_parallel.table),
-    "context_parallel_growth_h100": lambda: context_parallel.growth_table(pictures.shared_contexts()),
+    "context_parallel_growth_h100": lambda: context_parallel.growth_table(pictures.shared_contexts("h100")),
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx2_epyc": dated("cpu_avx2_epyc", lambda r: cpu.table(r["machine"], r["rows"])),

@@ -1,10 +1,16 @@
 """Attention of one token over keys that are spread over GPUs of one host, beside one GPU and beside torch.
 
-    python -m bench.kernels.context_parallel STEM [--gpus 2] [--seed 0] [--drawn 40] [--rounds 20]
+    python -m bench.kernels.context_parallel STEM [--gpus 2] [--only llama,figure9,drawn] [--seed 0] [--drawn 40] [--rounds 20]
 
-starts a process a GPU and writes STEM.json and STEM.md. Lines: Llama-3-8B's and 70B's attention from 32k to 1M tokens of
-context, the shapes of LeanAttention's figure 9 (256 heads of 64, batch 4) and `drawn` shapes drawn from the seed, where
-they fit. Ways:
+starts a process a GPU and writes STEM.json and STEM.md, after each line too. Lines, where they fit:
+
+- llama: Llama-3-8B's and 70B's attention from 32k to 1M tokens of context;
+- figure9: the shapes of LeanAttention's figure 9a, 256 heads of 64, batch 4, from 1k to 1M: 275 GB of keys and values at 1M,
+  which four H200s hold;
+- heads, batches: its figures 9b and 9c: 32 to 512 heads over 256k tokens, batches of 1 to 32 of 256 heads over 64k;
+- drawn: `drawn` shapes drawn from the seed.
+
+Ways:
 
 - one GPU: LeanAttention over all keys, where they fit into 3/4 of its memory;
 - context: every rank has a share of the keys; LeanAttention with `world`, which merges what the ranks have;
@@ -35,12 +41,19 @@ from bench.kernels.timing import captured
 from leanfleet import communicators
 from leanfleet.export import all_gather, lean_attention, merge_attention
 
-FIXED = (
-    *(("Llama-3-8B", 1, 32, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
-    *(("Llama-3-8B", 16, 32, 8, 128, n << 10) for n in (8, 32, 64)),
-    *(("Llama-3-70B", 1, 64, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
-    *(("figure 9", 4, 256, 256, 64, n << 10) for n in (1, 4, 16, 64, 128, 256)),
-)
+HEADS, BATCHES, DRAWN = "figure 9, heads", "figure 9, batches", "drawn"  # names of shapes
+SECTIONS = {
+    "llama": (
+        *(("Llama-3-8B", 1, 32, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
+        *(("Llama-3-8B", 16, 32, 8, 128, n << 10) for n in (8, 32, 64)),
+        *(("Llama-3-70B", 1, 64, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
+    ),
+    "figure9": tuple(("figure 9", 4, 256, 256, 64, n << 10) for n in (1, 4, 16, 64, 128, 256, 512, 1024)),
+    "heads": tuple((HEADS, 4, n, n, 64, 256 << 10) for n in (32, 64, 128, 160, 256, 512)),
+    "batches": tuple((BATCHES, n, 256, 256, 64, 64 << 10) for n in (1, 2, 4, 8, 16, 32)),
+    "drawn": (),  # of the seed
+}
+USUAL = ("llama", "figure9", "drawn")
 BYTES = 2  # of a number
 WARM = 10  # replays before those that are timed
 AHEAD, MOST_AHEAD = 1 << 21, 1 << 26  # cycles that a GPU waits for a round's launches: about 1 ms at first, and at most
@@ -55,7 +68,16 @@ def drawn(seed, count, world, memory):
         batch, size = numbers.choice((1, 1, 2, 4, 8, 16)), numbers.choice((64, 80, 96, 128, 256))
         context = int(2 ** numbers.uniform(15, 20)) // (64 * world) * 64 * world
         if keys(batch, heads, size, context) / world < min(SHARE * memory, 20e9):
-            found.append(("drawn", batch, heads * group, heads, size, context))
+            found.append((DRAWN, batch, heads * group, heads, size, context))
+    return found
+
+
+def shapes_of(arguments, memory):
+    """Of the sections that are asked for, those of which a GPU with so much memory holds a share."""
+    found = []
+    for section in arguments.only:
+        shapes = SECTIONS[section] if section != "drawn" else drawn(arguments.seed, arguments.drawn, arguments.gpus, memory)
+        found += [s for s in shapes if keys(s[1], s[3], s[4], s[5]) / arguments.gpus < SHARE * memory]
     return found
 
 
@@ -175,9 +197,9 @@ def line(rank, world, clock, shape):
         q = query[:, : hq // world].contiguous()
         graph = captured(lambda: all_gather(lean_attention(q, k, v, causal=False)[0], world=world))
         us["heads"] = clock.us(graph)
-        del graph
+        del graph, k, v
     assert max(errors["context"], errors["NCCL"]) <= 2 * errors["torch"] + 1e-5, (shape, errors)
-    del share
+    del share, function  # the last way has the keys too
     torch.cuda.empty_cache()
     if keys(batch, hkv, size, context) < SHARE * torch.cuda.get_device_properties(rank).total_memory:
         if rank == 0:
@@ -204,27 +226,31 @@ def work(rank, world, folder, arguments):
     os.environ["LEANFLEET_DIRECT"] = "0"
     id = communicators.exchange_id(Path(folder, "nccl"), rank, "nccl")
     slow = communicators.create("nccl", rank, world, id=id, engine="nccl", device=rank)
-    memory = torch.cuda.get_device_properties(rank).total_memory
-    clock = Clock(arguments.rounds)
-    shapes = [s for s in FIXED if keys(s[1], s[3], s[4], s[5]) / world < SHARE * memory]
-    rows = [line(rank, world, clock, s) for s in (*shapes, *drawn(arguments.seed, arguments.drawn, world, memory))]
-    if rank == 0:
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "gpu": torch.cuda.get_device_name(),
-            "gpus": world,
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "seed": arguments.seed,
-            "rows": rows,
-        }
-        Path(folder, "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    clock, rows = Clock(arguments.rounds), []
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": world,
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "seed": arguments.seed,
+        "rows": rows,
+    }
+    for shape in shapes_of(arguments, torch.cuda.get_device_properties(rank).total_memory):
+        rows.append(line(rank, world, clock, shape))
+        if rank == 0:
+            write(report, arguments.stem)
     torch.distributed.barrier()
     torch.cuda.synchronize()
     assert one.direct > 0 and slow.direct == 0
     slow.close()
     one.close()
     torch.distributed.destroy_process_group()
+
+
+def write(report, stem):
+    Path(f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    Path(f"{stem}.md").write_text(table(report))
 
 
 def geometric(values):
@@ -244,21 +270,23 @@ def table(report):
     ]
     for row in report["rows"]:
         us = row["us"]
-        if row["name"] == "drawn":
+        if row["name"] == DRAWN:
             continue
         best = us["one GPU"] / min(us.get("heads", math.inf), us["context"]) if "one GPU" in us else None
         cells = [row["name"], row["batch"], f"{row['heads']}/{row['kv_heads']}x{row['head_size']}", f"{row['context'] >> 10}k"]
         cells += [f"{us[n]:.1f}" if n in us else "" for n in names]
         cells += ["" if best is None else f"{best:.2f}", f"{us['torch'] / us['context']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    us = [row["us"] for row in report["rows"] if row["name"] == "drawn"]
+    us = [row["us"] for row in report["rows"] if row["name"] == DRAWN]
     ratios = sorted(u["torch"] / u["context"] for u in us)
     if ratios:
         gains = [u["one GPU"] / u["context"] for u in us if "one GPU" in u]
+        slow = sum(ratio < 0.9 for ratio in ratios)
         lines += [
             "",
             f"{len(ratios)} shapes drawn from seed {report['seed']}: torch's time over ours is {geometric(ratios):.2f} in "
-            f"geometric mean, {ratios[0]:.2f} to {ratios[-1]:.2f}; one GPU's time over ours {geometric(gains):.2f}.",
+            f"geometric mean, {ratios[0]:.2f} to {ratios[-1]:.2f}, below 0.9 for {slow or 'none'}; one GPU's time over ours "
+            f"{geometric(gains):.2f}.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -283,7 +311,8 @@ def growth(reports, predicted=8):
     medians of context - share on 2 and on 4. model_us has W = 2, 4 and `predicted`, where one GPU was measured over such a
     share.
     """
-    fixed = {r["gpus"]: [row for row in r["rows"] if row["name"] != "drawn"] for r in reports}
+    left = (HEADS, BATCHES, DRAWN)  # of one context each
+    fixed = {r["gpus"]: [row for row in r["rows"] if row["name"] not in left] for r in reports}
     cost = {
         gpus: statistics.median(r["us"]["context"] - r["us"]["share"] for r in rows if r["us"]["share"] > 50)
         for gpus, rows in fixed.items()
@@ -328,10 +357,19 @@ def growth_table(reports, predicted=8):
     return "\n".join(lines) + "\n"
 
 
+def sections(text):
+    if unknown := set(found := text.split(",")) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"no section is named {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stem", metavar="STEM")
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument(
+        "--only", type=sections, default=list(USUAL), help=f"of {','.join(SECTIONS)} (default: {','.join(USUAL)})"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=20)
@@ -340,10 +378,7 @@ def main():
         parser.error(f"--gpus is {arguments.gpus}; this machine has {there}")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, (arguments.gpus, folder, arguments), nprocs=arguments.gpus)
-        report = json.loads(Path(folder, "report.json").read_text())
-    Path(f"{arguments.stem}.json").write_text(json.dumps(report, indent=1) + "\n")
-    Path(f"{arguments.stem}.md").write_text(table(report))
-    print(table(report), end="")
+    print(table(json.loads(Path(f"{arguments.stem}.json").read_text())), end="")
 
 
 if __name__ == "__main__":

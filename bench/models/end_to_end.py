@@ -24,6 +24,7 @@ import ctypes
 import datetime
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -280,9 +281,12 @@ class Runner:
 
 
 def energy_counter(gpus=1):
-    """A function that reads the energy of the first GPUs in joules since the driver was loaded (NVML, no package needed)."""
+    """A function that reads the energy of the first GPUs that this process sees, in joules since the driver was loaded (NVML,
+    no package needed)."""
     nvml, devices = ctypes.CDLL("libnvidia-ml.so.1"), [ctypes.c_void_p() for _ in range(gpus)]
-    if nvml.nvmlInit_v2() or any(nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(d)) for i, d in enumerate(devices)):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of which NVML knows nothing
+    numbers = list(map(int, visible)) if all(v.isdecimal() for v in visible) else list(range(gpus))
+    if nvml.nvmlInit_v2() or any(nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(d)) for i, d in zip(numbers, devices)):
         raise RuntimeError("NVML does not start")
 
     def read():

@@ -18,6 +18,8 @@ EVENTS = 4096  # that one step may give
 
 
 class Genai:
+    leads = True
+
     def __init__(self, folder, model):
         self.folder, self.engine, self.opened = folder / "genai", None, None
         if not (self.folder / "genai_config.json").exists():
@@ -77,6 +79,9 @@ class Genai:
         return given
 
     def end(self):
+        pass
+
+    def close(self):
         pass
 
     versions = staticmethod(lambda: {"onnxruntime_genai": __import__("onnxruntime_genai").__version__})

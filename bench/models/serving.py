@@ -3,9 +3,11 @@
     python -m bench.models.serving export DIR [--model HF_FOLDER | --shape llama-1b] [--dtype float16] [--weightless]
     python -m bench.models.serving run DIR [--provider CUDA] [--requests 64] [--batch 16] [--energy] [--graphs]
                                 [--ways continuous] [--out F.json]
+    python -m bench.models.serving export DIR --shape llama-3-8b --dtype float16 --gpus 4
 
 `export` writes both graphs of one model: a transformers model, or one of a shape with random weights. With --weightless the
-weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs.
+weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs. With --gpus N it writes
+a tensor parallel folder for bench.models.vllm alone, whose large weights are all the same bytes (bench.models.thin).
 
 Requests have prompts and answers of lognormal lengths (sigma 1), all there at the start. The padded way takes them in their
 order, `batch` at a time, each batch running until its longest answer is through. Continuous batching has as many places, and
@@ -24,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
+from bench.models import thin
 from bench.models.weightless import fill, parameters_of, strip, with_experts
 from leanfleet import native
 from leanfleet.decoder_contract import CACHES
@@ -135,6 +138,8 @@ def command_export(args):
     from leanfleet.export import export_decoder
     from leanfleet.export.serving import export_for_serving
 
+    if args.gpus > 1:
+        return export_for_ranks(args)
     dtype = getattr(torch, args.dtype)
     if args.model:
         gguf = next(args.model.glob("*.gguf"), None)
@@ -160,6 +165,21 @@ def command_export(args):
         for name in args.ways:
             strip(args.folder / GRAPHS[name], parameters_of(model))
         facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
+    (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
+
+
+def export_for_ranks(args):
+    """A tensor parallel folder whose weights bench.models.thin makes where it runs."""
+    from leanfleet.export import export_decoder
+    from leanfleet.export.serving import add_serving
+
+    model = thin.untouched(config_of(args.shape, args.layers), args.dtype)
+    options = {"verify": False, "narrow_states": args.narrow_states, "cache": args.cache}
+    with thin.Thin():
+        export_decoder(model, args.folder / GRAPHS["continuous"], tensor_parallel=args.gpus, **options)
+        add_serving(model, args.folder / GRAPHS["continuous"], block=BLOCK, **options)
+    facts = {"model": args.shape, "dtype": args.dtype, "gpus": args.gpus, "cache": args.cache}
+    facts |= {"parameters": sum(p.numel() for p in model.parameters()), "narrow_states": args.narrow_states}
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
 
 
@@ -303,6 +323,7 @@ def main():
     export.add_argument("--dtype", default="float32")
     export.add_argument("--narrow-states", action="store_true", help="states of 16 bits, of shapes whose layers have some")
     export.add_argument("--cache", choices=CACHES, help="the type of quantised caches; default: none")
+    export.add_argument("--gpus", type=int, default=1, help="a tensor parallel folder for bench.models.vllm alone")
     export.add_argument("--weightless", action="store_true", help="leave the weights to `run`, which makes random ones")
     export.set_defaults(command=command_export)
     run = commands.add_parser("run")
@@ -322,6 +343,8 @@ def main():
             "--ways", nargs="+", choices=list(GRAPHS), default=list(GRAPHS), help="continuous alone: without the comparison"
         )
     args = parser.parse_args()
+    if getattr(args, "gpus", 1) > 1 and args.model:
+        parser.error("--gpus takes a --shape, whose weights are made where it runs")
     if getattr(args, "graphs", False) and args.provider != "CUDA":
         parser.error("--graphs needs --provider CUDA")
     args.command(args)

@@ -1,16 +1,19 @@
 """Decode steps and continuous batching of a decoder on one GPU and, tensor or context parallel, on several.
 
     python -m bench.models.tensor_parallel STEM [--shape llama-3.2-1b] [--layers N] [--gpus 2] [--context 1024] [--batches 1,16]
-        [--dtype float16] [--share heads|context] [--serve] [--work FOLDER]
+        [--dtype float16] [--share heads|context] [--fill] [--serve] [--work FOLDER]
 
 Random weights, made here; needs as many GPUs, onnxruntime-gpu and the extras export and models. Two minutes at most with 16
 cores for the smallest shape. What is timed has weights that share their bytes on disk, as many as the largest has, and each its
-own place on the GPU; a shape that one GPU has no room for is timed on several alone.
+own place on the GPU (bench.models.thin); a shape that one GPU has no room for is timed on several alone. A --work folder keeps
+what was exported, the tokens that were compared and the times of one GPU, for runs of other shapes and numbers of GPUs.
+--export-only prepares it on a machine without GPUs; without files named weights.data it is small enough to be copied.
 
-First a decoder of two layers of the smallest shape in float32, without TF32: the tokens of all prompts have to be the same on
+First a decoder of two layers of Llama-3.2-1B's shape in float32, without TF32: the tokens of all prompts have to be the same on
 one GPU and on several. Then steps of one token a request behind `context` tokens, captured as CUDA graphs: 20 to warm up, 100
 timed one by one, with the copy of the logits to the host (step) and without (graph). Medians and 90th percentiles, µs; and
-joules a token of all GPUs over 300 graphs, by NVML's counters.
+joules a token of all GPUs over 300 graphs, by NVML's counters. --fill: caches are filled with random numbers in place of
+prompts, whose cost grows with the square of the context.
 --serve: ContinuousBatch too, with the requests of bench.models.vllm, 256 at once and 64 running, answer tokens a second, the
 better of two rounds after one to warm up; and its tokens in float32. Writes STEM.json and STEM.md.
 """
@@ -19,6 +22,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -29,11 +33,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.models import thin
 from bench.models.end_to_end import energy_counter
-from bench.models.serving import BLOCK, SHAPES, config_of, requests
+from bench.models.serving import BLOCK, POSITIONS, SHAPES, config_of, requests
 from bench.models.vllm import SERVING
 from leanfleet import driver, ranks
-from leanfleet.decoder_contract import WORLD
+from leanfleet.decoder_contract import FACTS_FILE, WORLD
 
 CHECKED = dict(shape="llama-3.2-1b", layers=2, dtype="float32", new=24)  # the decoder whose tokens are compared
 CHECKED_REQUESTS = dict(requests=24, prompt=120, answer=24, running=8, step_tokens=256)
@@ -41,81 +46,39 @@ SERVED = 2  # timed rounds
 WARM, TIMED = 20, 100
 COUNTED = 300  # steps whose energy is counted
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second, as data sheets have it
-MEMORY = 80 << 30  # bytes of a GPU
+MEMORY = 80 << 30  # bytes of a GPU, where none is there to be asked
 ROOM = 0.8  # of it that weights may take
 STEPS = 2 * (WARM + TIMED) + 8
 PIECE = 4096  # tokens of the context that are read together: what layers compute for them takes memory
 
-
-NAMES = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B"}
-VOCABULARY = SHAPES["llama-3.2-1b"]["vocab_size"]  # of all of them
+NAMES = {
+    "llama-3.2-1b": "Llama-3.2-1B",
+    "llama-3-8b": "Llama-3-8B",
+    "llama-3-70b": "Llama-3-70B",
+    "smollm2": "SmolLM2-135M",
+    "qwen2.5-7b": "Qwen2.5-7B",
+}
 OPTIONS = {"heads": "tensor_parallel", "context": "context_parallel"}  # of export_decoder, by what is shared out
 
 
-class Thin:
-    """Stands in for what export_decoder writes with: weights that are all the same bytes of one file."""
-
-    LARGE = 1 << 20  # bytes
-    DRAWN = 1 << 24  # bytes that are drawn; the file repeats them
-
-    def __init__(self, decoder, dtype):
-        self._made, self._first, self._dtype = decoder.made, None, dtype
-        decoder.made, decoder.save = self.made, self.save
-
-    def made(self, *arguments):
-        """Ranks with equal shares have equal graphs, traced once."""
-        self._first = self._first or self._made(*arguments)
-        return self._first
-
-    def save(self, model, path):
-        import onnx_ir
-        import torch
-
-        large = [v for v in model.graph.initializers.values() if v.const_value.nbytes >= self.LARGE]
-        weights = path.parent / "weights.data"
-        if not weights.exists():
-            most = max(v.const_value.nbytes for v in large)
-            some = 0.02 * torch.randn(self.DRAWN * 8 // torch.finfo(self._dtype).bits, dtype=self._dtype)
-            with open(weights, "wb") as file:
-                for _ in range(-(-most // self.DRAWN)):
-                    file.write(some.view(torch.uint8).numpy())
-        for v in large:
-            old = v.const_value
-            v.const_value = onnx_ir.ExternalTensor(
-                weights.name, 0, old.nbytes, old.dtype, shape=old.shape, name=v.name, base_dir=path.parent
-            )
-        onnx_ir.save(model, path)
-
-
-def untouched(config, dtype):
-    """A model of a configuration whose weights are memory that nobody has written yet, and so takes none; norms are ones."""
-    import torch
-    from transformers import AutoModelForCausalLM, PreTrainedModel
-
-    for layer in (torch.nn.Linear, torch.nn.Embedding):
-        layer.reset_parameters = lambda self: None
-    PreTrainedModel.init_weights = lambda self: self.tie_weights()
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-
-
-def export_thin(shape, folder, layers, dtype, world, positions, share):
+def export_thin(shape, folder, layers, dtype, world, positions, share, serve=False):
     """A process of its own."""
-    import torch
-
     from leanfleet.export import decoder
+    from leanfleet.export.serving import add_serving
 
     config = config_of(shape, layers)
     config.max_position_embeddings = positions
-    if world > 1 and share == "heads" and config.num_key_value_heads % world:
-        raise SystemExit(f"{config.num_key_value_heads} heads of keys and values do not divide by {world} ranks")
-    Thin(decoder, getattr(torch, dtype))
-    decoder.export_decoder(untouched(config, dtype), folder, verify=False, **({} if world == 1 else {OPTIONS[share]: world}))
+    model = thin.untouched(config, dtype)
+    with thin.Thin():
+        decoder.export_decoder(model, folder, verify=False, **({} if world == 1 else {OPTIONS[share]: world}))
+        if serve:
+            add_serving(model, folder, block=BLOCK, verify=False)
 
 
 def export(shape, folder, layers, dtype, world, positions, share, serve):
     """A process of its own. All make the same weights: from one seed, on the same GPU."""
-    if layers != CHECKED["layers"] and not serve:
-        return export_thin(shape, folder, layers, dtype, world, positions, share)
+    if (shape, layers, dtype) != tuple(CHECKED[name] for name in ("shape", "layers", "dtype")):
+        return export_thin(shape, folder, layers, dtype, world, positions, share, serve)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -142,13 +105,18 @@ def in_process(*arguments):
 
 
 def export_unless_there(job):
-    """In a process of its own; the folder says beside it what it was made of."""
-    made = job[1].with_suffix(".made")
-    if made.exists() and made.read_text() == repr(job):
-        return
-    made.unlink(missing_ok=True)
-    in_process("export", *job)
-    made.write_text(repr(job))
+    """In a process of its own; beside the folder stands what it was made of."""
+    shape, folder, *how, serving = job
+    made = folder.with_name(f"{folder.name}.made")
+    texts = [json.dumps([shape, *how, each]) for each in (serving, 1)]  # one that serves is good for steps too
+    if not (made.exists() and made.read_text() in texts):
+        made.unlink(missing_ok=True)
+        for old in folder.parent.glob(f"*_{folder.name}.json"):  # results
+            old.unlink()
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        in_process("export", *job)
+        made.write_text(texts[0])
 
 
 def join():
@@ -175,15 +143,15 @@ def tokens(folder, out):
 
     decoder, joined = load(folder, {"use_tf32": "0"})
     random = np.random.default_rng(0)
-    prompts = [random.integers(3, VOCABULARY, n).tolist() for n in (1, 9, 40, 300)]
+    prompts = [random.integers(3, decoder.vocabulary, n).tolist() for n in (1, 9, 40, 300)]
     found, _ = generate(decoder, prompts, CHECKED["new"], stop_tokens=[])
     finish(out, found, joined)
 
 
-def steps(folder, out, batches, context):
+def steps(folder, out, batches, context, fill):
     """Writes the seconds of captured steps, by batch."""
     decoder, joined = load(folder, {"enable_cuda_graph": "1"})
-    found = {batch: measured(decoder, batch, context) for batch in batches}
+    found = {batch: measured(decoder, batch, context, fill) for batch in batches}
     finish(out, {"steps": found, "weights": weights_of(folder)}, joined)
 
 
@@ -203,7 +171,8 @@ def serve(folder, out, checked):
     from leanfleet.together import together
 
     sizes = CHECKED_REQUESTS if checked else SERVING
-    work = requests(sizes["requests"], sizes["prompt"], sizes["answer"], VOCABULARY)
+    vocabulary = json.loads(Path(folder, FACTS_FILE).read_text())["vocabulary"]
+    work = requests(sizes["requests"], sizes["prompt"], sizes["answer"], vocabulary)
     pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: sizes["running"]])
     device, rank, joined = join()
     providers = [(CUDA, {"use_tf32": "0"} if checked else {})]
@@ -230,15 +199,28 @@ def finish(out, found, joined):
         joined.close()
 
 
-def measured(decoder, batch, context):
+def fill_caches(runner):
+    """Writes numbers of deviation 1 into all caches."""
+    numbers, whole = np.random.default_rng(2).standard_normal(1 << 22).astype(np.float16), None
+    for values in runner.buffers:
+        shape = tuple(values[0].shape())
+        if whole is None or whole.shape != shape:
+            whole = np.resize(numbers, shape)
+        values[0].update_inplace(whole)
+
+
+def measured(decoder, batch, context, fill=False):
     """{what: seconds of each of TIMED steps}: "step" with the logits on the host, "graph" without; "joules" a token of the
     GPUs that ranks have."""
     runner = decoder.steps(batch, context + STEPS)
     random, lens = np.random.default_rng(1), np.zeros(batch, np.int32)
-    for begin in range(0, context, PIECE):
+    if fill:
+        fill_caches(runner)
+        lens = lens + np.int32(context)
+    for begin in range(0, 0 if fill else context, PIECE):
         new = np.full(batch, min(PIECE, context - begin), np.int32)
         lens = lens + new
-        runner.run(random.integers(3, VOCABULARY, (batch, int(new[0]))), lens, new)
+        runner.run(random.integers(3, decoder.vocabulary, (batch, int(new[0]))), lens, new)
     one, new = np.ones((batch, 1), np.int64), np.ones(batch, np.int32)
     for _ in range(WARM):
         lens = lens + 1
@@ -269,10 +251,15 @@ def table(report):
     shared = ", whose tokens are shared out" if report.get("share") == "context" else ""
     shape = NAMES[report.get("shape", "llama-3.2-1b")]
     one_too = "one_us" in report["rows"][0]
+    told = ""
+    if "tokens_equal" in report:
+        same = "equal" if report["tokens_equal"] else "DIFFER FROM"
+        told = f" Tokens of two layers of Llama-3.2-1B's in float32 on {gpus} GPUs {same} one's."
+    if report.get("filled"):
+        told += " Caches are filled with random numbers, without prompts."
     lines = [
         f"{report['layers']} layers of {shape}'s shape, {report['dtype']}, {report['context']} tokens of context{shared}, "
-        f"{report['gpu']}. Tokens of two layers of Llama-3.2-1B's in float32 on {gpus} GPUs "
-        f"{'equal' if report['tokens_equal'] else 'DIFFER FROM'} one's.",
+        f"{report['gpu']}.{told}",
         "",
         f"| batch | | one GPU, µs | {gpus} GPUs, µs | speed-up |",
         "|---|---|---|---|---|",
@@ -312,18 +299,31 @@ def summary(samples):
     return 1e6 * statistics.median(samples), 1e6 * float(np.quantile(samples, 0.9))
 
 
+def memory():
+    """Bytes of a GPU."""
+    return MEMORY if driver.why_no_gpu() else driver.free_memory(driver.Device.named("cuda:0"))
+
+
 def measure(arguments, work):
     """The report."""
     batches, several, shape = arguments.batches, arguments.gpus, arguments.shape
     layers = arguments.layers or SHAPES[shape]["num_hidden_layers"]
-    jobs = [("check", CHECKED["shape"], CHECKED["layers"], CHECKED["dtype"]), ("timed", shape, layers, arguments.dtype)]
-    positions = max(8192, arguments.context + STEPS)
-    alone = arguments.serve or 2 * parameters_of_shape(shape, layers) < ROOM * MEMORY
+    timed = f"{shape}{f'-{arguments.layers}' if arguments.layers else ''}"
+    jobs = [("check", CHECKED["shape"], CHECKED["layers"], CHECKED["dtype"]), (timed, shape, layers, arguments.dtype)]
+    alone = not arguments.several_alone and 2 * parameters_of_shape(shape, layers) < ROOM * memory()
+
+    def folder_of(name, world):
+        return work / f"{name}-{'one' if world == 1 else f'{arguments.share}{world}'}"
+
+    def share_of(world):
+        return "heads" if world == 1 else arguments.share  # one decoder is good beside both
+
     exports = [
-        (whose, work / f"{name}{world}", deep, dtype, world, positions, arguments.share, int(arguments.serve))
+        (whose, folder_of(name, world), deep, dtype, world, positions, share_of(world), int(arguments.serve))
         for name, whose, deep, dtype in jobs
         for world in (1, several)
-        if world > 1 or alone or name == "check"
+        if (name == "check" and not arguments.no_check) or (name == timed and (world > 1 or alone))
+        for positions in [max(POSITIONS, arguments.context + STEPS if name == timed else 0)]
     ]
     begun = time.monotonic()
     with ThreadPoolExecutor(len(exports)) as pool:
@@ -331,30 +331,38 @@ def measure(arguments, work):
     exported = time.monotonic() - begun
     if arguments.export_only:
         return None
-    actions = [("tokens", "check", []), ("steps", "timed", [",".join(map(str, batches)), arguments.context])]
+    actions = [("tokens", "check", []), ("steps", timed, [",".join(map(str, batches)), arguments.context, int(arguments.fill)])]
     if arguments.serve:
-        actions += [("serve", "check", [1]), ("serve", "timed", [0])]
+        actions += [("serve", "check", [1]), ("serve", timed, [0])]
+    read, there = {}, {export[1] for export in exports}
     for world in (1, several):
         for action, name, more in actions:
-            if not (work / f"{name}{world}").exists():
+            if (folder := folder_of(name, world)) not in there:
                 continue
-            result = work / f"{action}_{name}{world}.json"
-            command = ["-m", "bench.models.tensor_parallel", action, work / f"{name}{world}", result, *more]
-            ranks.launch(ranks.python(*map(str, command)), world, seconds=arguments.seconds)
-    read = {path.stem: json.loads(path.read_text()) for path in work.glob("*.json")}
-    timed = {name: read[f"steps_timed{n}"] for name, n in (("one", 1), ("several", several)) if f"steps_timed{n}" in read}
+            # Tokens are the same in the next run; what one GPU takes stands beside several numbers of them.
+            said = "-".join(map(str, more)) if action == "steps" else ""
+            result = work / f"{action}{said}_{folder.name}.json"
+            if not ((name == "check" or world == 1) and result.exists()):
+                thin.complete(folder)
+                command = ["-m", "bench.models.tensor_parallel", action, folder, result, *more]
+                ranks.launch(ranks.python(*map(str, command)), world, seconds=arguments.seconds)
+            read[action, name, world] = json.loads(result.read_text())
+    found_of = {name: read["steps", timed, n] for name, n in (("one", 1), ("several", several)) if ("steps", timed, n) in read}
     rows = []
     for batch in batches:
         for what in ("graph", "step"):
             row = {"batch": batch, "what": what}
-            for name, found in timed.items():
+            for name, found in found_of.items():
                 row[f"{name}_us"], row[f"{name}_p90_us"] = summary(found["steps"][str(batch)][what])
             rows.append(row)
-    joules = {name: {batch: found["steps"][batch]["joules"] for batch in found["steps"]} for name, found in timed.items()}
-    served = {}
+    joules = {name: {batch: found["steps"][batch]["joules"] for batch in found["steps"]} for name, found in found_of.items()}
+    checked_tokens, served = {}, {}
+    if not arguments.no_check:
+        tokens_of = [read["tokens", "check", world] for world in (1, several)]
+        checked_tokens = {"tokens_equal": tokens_of[0] == tokens_of[1], "tokens_compared": sum(map(len, tokens_of[0]))}
     if arguments.serve:
-        one, other = (read[f"serve_timed{world}"] for world in (1, several))
-        checked = [read[f"serve_check{world}"]["tokens"] for world in (1, several)]
+        one, other = (read["serve", timed, world] for world in (1, several))
+        checked = [read["serve", "check", world]["tokens"] for world in (1, several)]
         served["serving"] = {
             "one": one["tokens"] / min(one["seconds"]),
             "several": other["tokens"] / min(other["seconds"]),
@@ -372,11 +380,11 @@ def measure(arguments, work):
         "context": arguments.context,
         "share": arguments.share,
         "export_s": exported,
-        "tokens_equal": read["tokens_check1"] == read[f"tokens_check{several}"],
-        "tokens_compared": sum(map(len, read["tokens_check1"])),
+        **checked_tokens,
         "rows": rows,
         "joules": joules,
-        "weights": {name: found["weights"] for name, found in timed.items()},
+        "weights": {name: found["weights"] for name, found in found_of.items()},
+        **({"filled": True} if arguments.fill else {}),
         **served,
     }
 
@@ -391,11 +399,18 @@ def main():
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16])
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--fill", action="store_true", help="caches of random numbers in place of prompts")
+    parser.add_argument("--several-alone", action="store_true", help="nothing of this shape on one GPU")
+    parser.add_argument("--no-check", action="store_true", help="no tokens to compare: they were, in a run that is told")
     parser.add_argument("--share", choices=OPTIONS, default="heads", help="what ranks share (default: %(default)s)")
     parser.add_argument("--work", help="a folder that keeps exported decoders for the next run (default: removed)")
     parser.add_argument("--export-only", action="store_true", help="into --work, for the next run")
     parser.add_argument("--seconds", type=float, default=60.0, help="that ranks may take before they are ended")
     arguments = parser.parse_args()
+    if arguments.fill and arguments.dtype != "float16":
+        parser.error("--fill is for --dtype float16")
+    if arguments.serve and arguments.no_check:
+        parser.error("--serve compares tokens: leave --no-check out")
     if arguments.serve and arguments.share == "context":
         parser.error("--serve is for --share heads")
     if not arguments.export_only and ((problem := driver.why_no_gpu()) or len(driver.gpus()) < arguments.gpus):
@@ -423,8 +438,8 @@ def worker(action, *given):
         folder, out, checked = given
         serve(folder, out, checked == "1")
     else:
-        folder, out, batches, context = given
-        steps(folder, out, [int(n) for n in batches.split(",")], int(context))
+        folder, out, batches, context, fill = given
+        steps(folder, out, [int(n) for n in batches.split(",")], int(context), fill == "1")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ sees it.
     python -m bench.models.vllm ours DIR OURS.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm genai DIR GENAI.json [--seed HEX] [--drawn N]
+    python -m bench.models.vllm ours DIR OURS.json --lines 1x8000,16x8000 --drawn 0 --no-serving
     python -m bench.models.vllm table OUT --ours OURS.json ... [--vllm VLLM.json ...] [--genai GENAI.json ...]
 
 `table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md; of
@@ -28,6 +29,10 @@ is run with --narrow-states. That is vLLM's default.
 Lines of the section "8-bit caches" are of a folder exported with --cache int8, or another of 8 bits, beside vLLM with
 --fp8-cache, in bfloat16, as its kernels for these want it.
 
+Several GPUs: DIR is of `bench.models.serving export --gpus N`. Ours then starts a process a GPU, vLLM has
+tensor_parallel_size=N, and lines are of the section "N GPUs". vLLM's sums over NVLink multicast are off, which can put a host's
+GPUs out of service for others; its own kernels through peers' memory are on.
+
 Ours is ContinuousBatch with CUDA graphs, vLLM its LLM class with CUDA graphs and without prefix caching, onnxruntime-genai its
 Engine over PagedAttention, which has no CUDA graphs. All have run each shape once before. The random lines are drawn from
 --seed. Medians of ROUNDS.
@@ -37,17 +42,23 @@ import argparse
 import gc
 import gzip
 import json
+import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
+from bench.models import thin
 from bench.models.genai_engine import Genai
-from bench.models.serving import config_of, fill_randomly, requests
+from bench.models.serving import BLOCK, config_of, fill_randomly, requests
+from leanfleet import ranks
+from leanfleet.decoder_contract import WORLD
 
 STEPS, ROUNDS = 256, 2
 MOST_TOKENS = 8192  # of a step with prompts, vLLM's default
@@ -64,17 +75,19 @@ MEANS = {"vllm": "geometric_means", "genai": "genai_geometric_means"}
 VERSIONS = {"vllm": "vllm", "genai": "onnxruntime_genai"}
 
 
-def shapes(seed, count=8):
-    """The fixed shapes, and some drawn from a seed: batches of 1 to 256, at most 150,000 tokens in all."""
+def shapes(seed, count=8, fixed=LINES):
+    """Fixed shapes, and some drawn from a seed: batches of 1 to 256, at most 150,000 tokens in all."""
     draw, drawn = random.Random(seed), []
     while len(drawn) < count:
         batch, context = draw.choice((1, 2, 4, 8, 12, 24, 32, 48, 100, 128, 256)), int(2 ** draw.uniform(6, 14.9))
         if batch * context <= 150_000:
             drawn.append((batch, context))
-    return [(*line, "shapes") for line in LINES] + [(*line, "random") for line in drawn]
+    return [(*line, "shapes") for line in fixed] + [(*line, "random") for line in drawn]
 
 
 class Ours:
+    leads = True  # of several ranks the one that takes requests and writes results
+
     def __init__(self, folder):
         import torch
 
@@ -91,6 +104,9 @@ class Ours:
         self.batch = None
         gc.collect()
         self.batch = ContinuousBatch(self.folder, None, running, max(step_tokens, running), cuda_graph=True, share=False)
+
+    def close(self):
+        pass
 
     def run(self, prompts, answers):
         for prompt, count in zip(prompts, answers, strict=True):
@@ -123,6 +139,51 @@ class Ours:
     versions = staticmethod(lambda: {"onnxruntime": __import__("onnxruntime").__version__})
 
 
+class OursOverRanks(Ours):
+    """One of the processes that `ranks.launch` has started. The others than the first go through the same lines: in open() they
+    make the steps that the first one makes, until it opens the next batch or closes this one."""
+
+    def __init__(self, folder, pages, device="cuda"):
+        """pages: of the pool, the same on all ranks. device: or "cpu", for tests."""
+        self.folder, self.pages, self.batch, self.opened = folder / "serving", pages, None, ExitStack()
+        self.here, self.on_gpu, self.device = ranks.place(), device == "cuda", device
+        if self.on_gpu:
+            self.device = f"cuda:{self.here.local}"
+        engine = ("nccl", self.here.local) if self.on_gpu else ("shared_memory",)
+        self.world = ranks.join(WORLD, *engine)
+
+    def open(self, running, step_tokens):
+        from leanfleet.ort_ops.serving import ContinuousBatch
+        from leanfleet.together import together
+
+        self.opened.close()
+        self.batch = None
+        gc.collect()
+        tokens = max(step_tokens, running)
+        options = {"cuda_graph": self.on_gpu, "share": False, "device": self.device, "rank": self.here.rank}
+        self.batch = ContinuousBatch(self.folder, self.pages, running, tokens, **options)
+        self.leads = self.opened.enter_context(together(self.batch))
+
+    def run(self, prompts, answers):
+        if self.leads:
+            super().run(prompts, answers)
+
+    def close(self):
+        self.opened.close()
+        self.batch = None
+        gc.collect()
+        self.world.close()
+
+
+def most_pages(lines, serving):
+    """That the requests of a line take at once."""
+    counts = [batch * -(-(context + 1 + STEPS) // BLOCK) for batch, context, _ in lines]
+    if serving:
+        work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], 2)
+        counts.append(sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: SERVING["running"]]))
+    return max(counts)
+
+
 def write_config(folder, model, dtype="float16"):
     """The folder that vLLM reads: the configuration of a shape."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -135,11 +196,18 @@ def write_config(folder, model, dtype="float16"):
 
 
 class Vllm:
-    def __init__(self, folder, model, narrow_states, fp8_cache):
+    leads = True
+
+    def __init__(self, folder, model, narrow_states, fp8_cache, gpus=1):
         # Its kernels for fp8 caches write bfloat16.
         self.model = write_config(folder, model, "bfloat16" if fp8_cache else "float16")
         self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
-        self.cache = "fp8" if fp8_cache else "auto"
+        self.cache, self.gpus = "fp8" if fp8_cache else "auto", gpus
+        if gpus > 1:
+            os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+
+    def close(self):
+        pass
 
     def open(self, running, step_tokens):
         from vllm import LLM
@@ -162,6 +230,7 @@ class Vllm:
             disable_log_stats=True,
             mamba_ssm_cache_dtype=self.states,
             kv_cache_dtype=self.cache,
+            tensor_parallel_size=self.gpus,
             **({"profiler_config": profiler} if self.traces else {}),
         )
 
@@ -280,6 +349,7 @@ def profiled(engine, place, prompts):
 def timings(engine, model, lines, serving, wanted_rates=()):
     """Rows of the lines, and one of serving, and those of rates."""
     draw, vocabulary = np.random.default_rng(0), config_of(model).vocab_size
+    section_of_serving = next((section for *_, section in lines if section.endswith("GPUs")), "shapes")
     for batch, context, section in lines:
         engine.open(batch, MOST_TOKENS)
         prompts = [draw.integers(0, vocabulary, context).tolist() for _ in range(batch)]
@@ -294,7 +364,7 @@ def timings(engine, model, lines, serving, wanted_rates=()):
         engine.open(SERVING["running"], SERVING["step_tokens"])
         seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
         rate = sum(a for _, a in work) / seconds
-        place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": "shapes"}
+        place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": section_of_serving}
         print(f"serving: {rate:.0f} tokens a second", flush=True)
         yield {"kind": "serving", **place, "value": rate}
         yield from rates(engine, model, wanted_rates)
@@ -319,12 +389,24 @@ def measure(arguments):
     model, ours = facts["model"], arguments.side == "ours"
     narrow = facts.get("narrow_states", False) if ours else arguments.narrow_states
     quantised = facts.get("cache") is not None if ours else arguments.fp8_cache
-    sides = {"ours": lambda: Ours(arguments.folder), "vllm": lambda: Vllm(arguments.folder, model, narrow, quantised)}
-    engine = (sides | {"genai": lambda: Genai(arguments.folder, model)})[arguments.side]()
+    gpus, serving = facts.get("gpus", 1), not arguments.no_serving
+    if gpus > 1 and (arguments.side == "genai" or arguments.kernels or arguments.rates):
+        raise SystemExit(f"{arguments.folder} is for {gpus} GPUs: no --kernels, no --rates, and nothing of genai")
+    if gpus > 1 and ours and ranks.place() is None:
+        thin.complete(arguments.folder / "serving")
+        ranks.launch(ranks.python("-m", "bench.models.vllm", *sys.argv[1:]), gpus)
+        return
+    ranks.end_with_parent()
+    own = NARROW if narrow else QUANTISED if quantised else f"{gpus} GPUs" if gpus > 1 else None
+    fixed = arguments.lines or LINES
+    lines = [(*line, own or section) for *line, section in shapes(arguments.seed, arguments.drawn, fixed)]
+    sides = {
+        "ours": lambda: OursOverRanks(arguments.folder, most_pages(lines, serving)) if gpus > 1 else Ours(arguments.folder),
+        "vllm": lambda: Vllm(arguments.folder, model, narrow, quantised, gpus),
+        "genai": lambda: Genai(arguments.folder, model),
+    }
+    engine = sides[arguments.side]()
     name = "kernels" if arguments.kernels else "rows"
-    own = NARROW if narrow else QUANTISED if quantised else None
-    lines = [(*line, own or section) for *line, section in shapes(arguments.seed, arguments.drawn)]
-    serving = not arguments.no_serving
     rows = traced(engine, model) if arguments.kernels else timings(engine, model, lines, serving, arguments.rates)
     result = {
         "seed": f"{arguments.seed:x}",
@@ -335,7 +417,9 @@ def measure(arguments):
     }
     for row in rows:
         result[name].append(row)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        if engine.leads:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    engine.close()
 
 
 def compared(ours, peers):
@@ -420,6 +504,11 @@ def kernel_table(row):
     return "\n".join(lines) + "\n"
 
 
+def pairs(text):
+    """[(batch, context)] of "1x8000,16x8000"."""
+    return [tuple(map(int, pair.split("x"))) for pair in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -429,6 +518,7 @@ def main():
         command.add_argument("out", type=Path)
         command.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of the random lines, hexadecimal")
         command.add_argument("--drawn", type=int, default=8, help="random lines")
+        command.add_argument("--lines", type=pairs, help="BATCHxCONTEXT,... in place of the fixed ones")
         command.add_argument("--narrow-states", action="store_true", help="vLLM's of hybrids; ours are as they were exported")
         command.add_argument("--fp8-cache", action="store_true", help="vLLM's; ours are as they were exported")
         command.add_argument("--no-serving", action="store_true", help="steps and prompts alone")

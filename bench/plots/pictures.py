@@ -22,9 +22,9 @@ def whole_models() -> dict:
     return plot_end_to_end.by_script(read("end_to_end*_h200.json", "generate_h200.json", "serving_*_h200.json"))
 
 
-def shared_contexts() -> list[dict]:
-    """The reports of keys that two and four H100s share."""
-    return read("context_parallel_h100.json", "context_parallel_4_h100.json")
+def shared_contexts(gpu: str) -> list[dict]:
+    """The reports of keys that two and four GPUs of a kind share."""
+    return read(f"context_parallel_{gpu}.json", f"context_parallel_4_{gpu}.json")
 
 
 def draw(folder: Path) -> list[Path]:
@@ -46,8 +46,9 @@ def draw(folder: Path) -> list[Path]:
         (report,) = read(f"{name}.json")
         made.append(folder / f"{name}.svg")
         make(report, made[-1])
-    made.append(folder / "context_parallel_growth_h100.svg")
-    plot_context_parallel.scaling(shared_contexts(), made[-1])
+    for gpu in ("h100",):
+        made.append(folder / f"context_parallel_growth_{gpu}.svg")
+        plot_context_parallel.scaling(shared_contexts(gpu), made[-1])
     made += plot_end_to_end.plot(whole_models(), folder)
     return made + plot_end_to_end.plot(plot_end_to_end.by_script(read("generate_cpu.json")), folder, "cpu")
 

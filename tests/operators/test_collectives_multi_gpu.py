@@ -34,6 +34,16 @@ def test_attention_over_the_keys_of_all_gpus(direct, monkeypatch):
 
 
 @TWO
+@pytest.mark.parametrize("direct", (False, True))
+def test_linear_attention_over_tokens_of_all_gpus(direct, monkeypatch):
+    """Outputs, states behind the text and gradients of CausalLinearDecay and NormalizedLinearAttention, of pieces of unequal
+    lengths."""
+    monkeypatch.setenv("LEANFLEET_DIRECT", str(int(direct)))
+    for found in ranks.run_ranks(ranks.token_shards, GPUS, GPUS, communicators.unique_id("nccl"), 52, "cuda"):
+        assert isinstance(found, tuple) and found[0] <= 1 and found[1] == 24, found
+
+
+@TWO
 @pytest.mark.parametrize("graph", (False, True))
 def test_a_rank_that_dies(graph):
     found = ranks.run_ranks(ranks.dies_on_gpu, 2, 2, communicators.unique_id("nccl"), graph, dying=(1,))

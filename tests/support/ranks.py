@@ -412,7 +412,7 @@ def attention_over_ranks(rank, world, id, library, folder, device, seed):
         return worst, merges, made.direct
 
 
-def token_shards(rank, world, id, seed):
+def token_shards(rank, world, id, seed, device="cpu"):
     """The largest errors of linear attention over a text that ranks share by tokens, outputs and gradients, against one scan of
     all of it in float64, in units of what the type's rounding allows; and how many calls there were."""
     import torch
@@ -420,8 +420,12 @@ def token_shards(rank, world, id, seed):
     from leanfleet.export import all_reduce, decay_over_ranks, normalized_over_ranks, reference
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     draw, worst, calls = torch.Generator().manual_seed(seed), 0.0, 0
-    with communicators.create("world", rank, world, id=id, engine="shared_memory", timeout=30):
+    least = {"cpu": 1e-6, "cuda": 2e-5}[device]  # float32 is rounded to three parts of 16 bits on tensor cores
+    engine = {"cpu": "shared_memory", "cuda": "nccl"}[device]
+    with communicators.create("world", rank, world, id=id, engine=engine, timeout=30):
 
         def pick(*choices):
             return choices[int(torch.randint(len(choices), (), generator=draw))]
@@ -460,7 +464,7 @@ def token_shards(rank, world, id, seed):
             if decays:
                 exact.append(decays[0].double() if kind == "head" else whole(decays, axis))
             exact = [x.requires_grad_() for x in exact]
-            own = [pieces[rank].clone().requires_grad_() for pieces in asked]
+            own = [pieces[rank].to(device, copy=True).requires_grad_() for pieces in asked]
             if kind == "normalized":
                 expected = reference.normalized_linear_attention(*exact, normalize_qk=1)[0]
                 found = normalized_over_ranks(*own)
@@ -469,24 +473,24 @@ def token_shards(rank, world, id, seed):
                 expected, end = reference.causal_linear_decay(*exact[:3], decay, return_state=1, scale=0.3, layout=layout)[:2]
                 options = dict(scale=0.3, layout=layout, return_state=True)
                 found, state = decay_over_ranks(*own[:3], own[3] if decays else None, **options)
-                worst = max(worst, float((state - end).detach().abs().max() / (1e-5 + 1e-5 * end.detach().abs().max())))
+                worst = max(worst, float((state.cpu() - end).detach().abs().max() / (1e-5 + 1e-5 * end.detach().abs().max())))
             expected.backward(whole(outer, axis))
-            found.backward(outer[rank])
+            found.backward(outer[rank].to(device))
             begin = sum(lens[:rank])
             eps, checked = torch.finfo(dtype).eps, [(found.detach(), expected.detach())]
             checked += [(x.grad, y.grad) for x, y in zip(own[:3], exact[:3])]
             if kind == "token":
                 checked.append((own[3].grad, exact[3].grad))
             for ours, right in checked:
-                right = right.narrow(axis, begin, lens[rank])
+                ours, right = ours.cpu(), right.narrow(axis, begin, lens[rank])
                 size = max(float(right.abs().max()), 1.0)
-                worst = max(worst, float((ours.double() - right).abs().max()) / (4 * max(eps, 1e-6) * size))
+                worst = max(worst, float((ours.double() - right).abs().max()) / (4 * max(eps, least) * size))
                 assert ours.shape == right.shape and not ours.isnan().any()
             if kind == "head":  # ranks' parts of one sum
-                total = all_reduce(own[3].grad.contiguous())
+                total = all_reduce(own[3].grad.contiguous()).cpu()
                 right = exact[3].grad
                 worst = max(
-                    worst, float((total - right).abs().max() / (16 * max(eps, 1e-6) * max(1.0, float(right.abs().max()))))
+                    worst, float((total - right).abs().max() / (16 * max(eps, least) * max(1.0, float(right.abs().max()))))
                 )
             calls += 1
     return worst, calls

@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 
-from leanfleet.export.serving import export_for_serving
+from leanfleet import ranks
+from leanfleet.export import export_decoder
+from leanfleet.export.serving import add_serving, export_for_serving
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders
 from support.benchmarks import script
@@ -83,6 +85,47 @@ def test_our_side_answers_as_without_a_rate(tmp_path):
     alone = [add(prompt, m, stop_tokens=()) for prompt, m in work]
     engine.batch.run()
     assert [r.tokens for r in asked] == [r.tokens for r in alone]
+
+
+OVER_RANKS = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace
+from bench.models import vllm
+
+folder, out = map(Path, sys.argv[1:])
+vllm.STEPS, vllm.config_of = 6, lambda model: SimpleNamespace(vocab_size=60)
+lines = [(1, 5, "2 GPUs"), (3, 9, "2 GPUs")]
+vllm.SERVING = dict(requests=5, prompt=7, answer=3, running=2, step_tokens=8)
+engine = vllm.OursOverRanks(folder, vllm.most_pages(lines, True), "cpu")
+rows = []
+for row in vllm.timings(engine, "m", lines, True):
+    rows.append(row)
+engine.close()
+if engine.leads:
+    out.write_text(json.dumps(rows))
+"""
+
+
+@pytest.mark.slow
+def test_our_side_over_ranks(tmp_path):
+    """All ranks go through the same lines, each with batches of its own, and one tells what came out."""
+    torch.manual_seed(0)
+    config = {**decoders.SIZES, "num_hidden_layers": 1, "vocab_size": 60}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    export_decoder(model, tmp_path / "serving", tensor_parallel=2, verify=False)
+    add_serving(model, tmp_path / "serving", block=BENCH.BLOCK, verify=False)
+    out = tmp_path / "out.json"
+    ranks.launch(ranks.python("-c", OVER_RANKS, str(tmp_path), str(out)), 2, seconds=60)
+    rows = json.loads(out.read_text())
+    assert [(r["kind"], r["batch"], r["section"]) for r in rows] == [
+        ("step", 1, "2 GPUs"),
+        ("prompt", 1, "2 GPUs"),
+        ("step", 3, "2 GPUs"),
+        ("prompt", 3, "2 GPUs"),
+        ("serving", 2, "2 GPUs"),
+    ]
+    assert all(r["value"] > 0 for r in rows if r["kind"] != "step")
 
 
 class Events:
