@@ -225,7 +225,6 @@ struct Range {
   int32_t ranges, index;
   int32_t parts;  // all units are equal and so many ranges each; 0: they are not
   bool dealt;     // it is no range: this CTA, `index`, is dealt whole units, of which `unit` is the first
-  int32_t level;  // where it is dealt units by length: that of the longest requests; else -1
   Unit unit;
 };
 
@@ -384,100 +383,30 @@ __device__ __forceinline__ bool are_better_dealt(Args& args) {
   return is_sooner(longest < rounds ? longest : rounds, even, args.kv_heads, args.plan.deal_heads);
 }
 
-// Units of requests of unlike lengths are dealt by the length of these, in levels of a power of two of tiles: those of the highest
-// level first, and at the end short units, which even out what CTAs have. A head's query tiles follow each other, so that its keys
-// are read from memory once.
-__device__ __forceinline__ int length_level(int tiles) { return 31 - __clz(tiles); }
-
-// The most tiles that a unit of a request has, if at least 1.
-__device__ __forceinline__ int most_tiles(const Args& args, const Request& request, int row_tiles) {
-  const Span first = unit_tiles(args, request, 0), last = unit_tiles(args, request, row_tiles - 1);
-  return max32(max32(first.end - first.begin, last.end - last.begin), 1);
-}
-
-// Where a CTA is in that order: the first request of the 32 that it looks at, their level, and how many requests came before.
-struct LengthOrder {
-  int level, base, before;
-};
-
-// deal in that order, for indices that grow. All lanes of a warp call it.
-__device__ __forceinline__ bool deal_by_length(const Args& args, int index, LengthOrder& at, Unit& unit) {
-  const int lane = threadIdx.x % 32, row_tiles = num_row_tiles(args), of_request = args.kv_heads * row_tiles;
-  const int wanted = quotient(index, of_request), of_unit = index - wanted * of_request;
-#pragma unroll 1
-  while (at.level >= 0) {
-    const bool exists = at.base + lane < args.batch;
-    const Request request = request_of(args, exists ? at.base + lane : 0);
-    const bool of_level = exists && length_level(most_tiles(args, request, row_tiles)) == at.level;
-    const unsigned found = __ballot_sync(kFullWarp, of_level);
-    const int rank = wanted - at.before;
-    if (rank < __popc(found)) {
-      const unsigned earlier = found & ((1u << lane) - 1);
-      const int holder = __ffs(__ballot_sync(kFullWarp, of_level && __popc(earlier) == rank)) - 1;
-      unit.index = at.base + holder;
-      unit.head = quotient(of_unit, row_tiles);
-      unit.row_tile = row_tiles - 1 - (of_unit - unit.head * row_tiles);
-      unit.request = request_of_lane(args, request, holder, unit.index);
-      unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
-      return true;
-    }
-    at.before += __popc(found);
-    at.base += 32;
-    if (at.base >= args.batch) at.base = 0, --at.level;
-  }
-  return false;
-}
-
-// The highest level if whole units of requests of unlike lengths are done sooner than ranges, else -1. All lanes of a warp call it.
-__device__ __forceinline__ int level_if_dealt(const Args& args) {
-  const int row_tiles = num_row_tiles(args);
-  int32_t sum = 0, most = 0;  // tiles of a unit of each request, those of begin and end in the sum
-#pragma unroll 1
-  for (int b = threadIdx.x % 32; b < args.batch; b += 32) {
-    const int32_t tiles = most_tiles(args, request_of(args, b), row_tiles);
-    sum += kUnit + tiles;
-    most = max32(most, tiles);
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    most = max32(most, __shfl_xor_sync(kFullWarp, most, distance));
-  }
-  const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * row_tiles;
-  const int64_t mean = sum / args.batch, even = mean * units / args.plan.max_ranges, longest = even + mean / 2;
-  const int together = heads_together(args, static_cast<int32_t>(mean) * args.plan.key_tile, args.batch * args.kv_heads);
-  const bool sooner = is_sooner(longest > most ? longest : most, even, args.batch * args.kv_heads, together);
-  return sooner ? length_level(most) : -1;
-}
-
 // Whether units are dealt out whole, and the first one of this CTA, that of its own index. All lanes of a warp call it. `exists`:
 // there is one.
 template <class P>
 __device__ __forceinline__ bool deal_first(Args& args, int index, Range<P>& range, bool& exists) {
   range.dealt = false;
-  range.level = -1;
-  if (args.plan.deal_history < 0 && !args.plan.deal_unequal) return false;
+  if (args.plan.deal_history < 0) return false;
   if (args.packed_tokens) {
     if (!are_better_dealt(args)) return false;
   } else if (args.seq_lens != nullptr || args.query_lens != nullptr || args.cache_kind == kRagged) {
     const int lane = threadIdx.x % 32;
-    bool dealt = true, equal = true;
+    bool dealt = true;
     int keys = 0;
 #pragma unroll 1
     for (int b = 0; b < args.batch; b += 32) {
       const Request request = request_of(args, min32(b + lane, args.batch - 1));
       if (b == 0) keys = __shfl_sync(kFullWarp, request.keys, 0);
-      equal = equal && request.keys == keys;
-      dealt = dealt && may_be_dealt(args, request);
+      dealt = dealt && may_be_dealt(args, request) && request.keys == keys;
     }
-    if (args.plan.deal_unequal && !__all_sync(kFullWarp, equal)) range.level = level_if_dealt(args);
-    if (range.level < 0 && !__all_sync(kFullWarp, dealt && equal)) return false;
+    if (!__all_sync(kFullWarp, dealt)) return false;
   }
   range.dealt = true;
   range.index = index;
   range.parts = 0;
-  LengthOrder order = {range.level, 0, 0};
-  exists = range.level < 0 ? deal(args, index, range.unit) : deal_by_length(args, index, order, range.unit);
+  exists = deal(args, index, range.unit);
   return true;
 }
 
@@ -493,19 +422,16 @@ __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& 
 // the first begins, so that nobody is behind yet, and goes to the CTAs in reverse order. Later ones are the next that nobody has:
 // args.tickets[max_ranges] counts them; each CTA asks until there is none, and the last of all to ask puts it back to 0. False:
 // there is none.
-__device__ __forceinline__ bool take(const Args& args, int cta, int turn, LengthOrder& order, Unit& unit) {
+__device__ __forceinline__ bool take(const Args& args, int cta, int turn, Unit& unit) {
   const int ctas = args.plan.max_ranges, units = args.batch * args.kv_heads * num_row_tiles(args);
-  const auto dealt = [&](int index) {
-    return order.level < 0 ? deal(args, index, unit) : deal_by_length(args, index, order, unit);
-  };
-  if (turn == 1) return dealt(2 * ctas - 1 - cta);
+  if (turn == 1) return deal(args, 2 * ctas - 1 - cta, unit);
   if (units <= 2 * ctas) return false;
   int taken = 0;
   if (threadIdx.x % 32 == 0) {
     taken = static_cast<int>(atomicAdd(args.tickets + ctas, 1u));
     if (taken == units - ctas - 1) args.tickets[ctas] = 0;
   }
-  return dealt(2 * ctas + __shfl_sync(kFullWarp, taken, 0));
+  return deal(args, 2 * ctas + __shfl_sync(kFullWarp, taken, 0), unit);
 }
 
 // Calls body(unit, share) for every part of a unit that the range holds, in order.

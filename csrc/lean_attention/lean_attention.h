@@ -60,7 +60,6 @@ struct Plan {
   int32_t deal_history = -1;  // units are dealt out whole if all requests have equally many keys, at most so many before their
                               // new tokens, or as the pieces of packed tokens turn out to be; -1: they never are
   int32_t deal_heads = 0;     // heads of requests whose units are dealt before those of others
-  bool deal_unequal = false;  // CUDA: units of requests of unlike lengths may be dealt; see deal_by_length
   bool merge_apart = false;   // CUDA: a launch of its own merges units, in place of their last contributor; see merge.cu
   // CUDA: so many CTAs share a unit, whatever the lengths; 0: no such rule. See OneSegmentKernel.
   int32_t one_segment = 0;

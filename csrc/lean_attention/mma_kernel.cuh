@@ -291,7 +291,6 @@ struct TileProducer {
   __device__ __forceinline__ void for_each(const Range<P>& range, F&& body) {
     if constexpr (Tile::kDeals) {
       Unit unit = range.unit;
-      LengthOrder order = {range.level, 0, 0};
       RingPlace begun(0, kQueue);                                  // the unit before those that were told last
       int ahead = unit.tiles.end - unit.tiles.begin <= 2 ? 2 : 1;  // sooner done than the next one is taken
       if (args.group * args.tokens <= Tile::kGroupRows)
@@ -318,7 +317,7 @@ struct TileProducer {
             mbarrier_wait(ring.queue_empty + begun.slot * 8, begun.parity);
             begun.next();
           }
-          if (!take(args, range.index, turn, order, unit)) return;
+          if (!take(args, range.index, turn, unit)) return;
         } else {
           mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
           if (ring.queue[queued.slot].last != 0) return;

@@ -420,7 +420,6 @@ LEANFLEET_HD bool deal(const Args& args, int32_t index, Unit& unit) {
 }
 
 constexpr int32_t kUnit = 3, kCut = 9;        // begin and end of a unit; a merge and finding a range: in tiles, measured
-constexpr int32_t kMostUnequal = 2048;        // requests that are put in order by their lengths
 constexpr int64_t kTogetherBytes = 24 << 20;  // of keys and values that are read at about the same time: half of the L2 cache
 
 // How many heads with so many keys are that.
@@ -475,8 +474,6 @@ LEANFLEET_HD void choose_dealing(const Args& args, Plan& plan) {
     return;
   }
   const bool known = args.seq_lens == nullptr && args.cache_kind != kRagged;  // how many keys there are
-  const int64_t units = static_cast<int64_t>(args.batch) * args.kv_heads * num_row_tiles(args, plan.row_tile);
-  plan.deal_unequal = !known && args.batch <= kMostUnequal && units >= 3 * plan.max_ranges && units < 1 << 20;
   const int32_t keys = known ? args.capacity : args.tokens, all_heads = args.batch * args.kv_heads;
   plan.deal_heads = heads_together(args, keys, all_heads);
   plan.deal_history = -1;
