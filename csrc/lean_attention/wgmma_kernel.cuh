@@ -40,7 +40,9 @@ struct WgmmaTile {
   static constexpr int kFixedBytes = kQueryBytes + kStageBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
-  static __host__ __device__ constexpr int slot_at(int slot) { return slot / 2 * kPairBytes + slot % 2 * kKeySlotBytes; }
+  static __host__ __device__ constexpr int slot_at(int slot) {
+    return kKeyBoxes == kValueBoxes ? slot * kKeySlotBytes : (slot >> 1) * kPairBytes + (slot & 1) * kKeySlotBytes;
+  }
   static int slots_for(int shared_bytes) {
     const int pairs = (shared_bytes - kFixedBytes) / (kPairBytes + 2 * kSlotExtra);
     return 2 * (pairs < 6 ? pairs : 6);
