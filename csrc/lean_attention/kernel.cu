@@ -655,9 +655,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // One warp keeps up with copies of whole tiles, for many rows two, so that keys need not wait for the slot of values; others
   // help to gather rows, to look up pages and to issue small copies. The last warp tells the consumers what to do; it copies too
   // where all 4 are needed.
-  loads.copy_warps = !loads.whole_tiles ? 4 : many_rows ? 2 : 1;
+  loads.copy_warps = args.plan.converts ? kConvertingWarps : !loads.whole_tiles ? 4 : many_rows ? 2 : 1;
   const bool pages_in_turn = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append;
-  loads.fill_warps = pages_in_turn || loads.whole_tiles ? 1 : loads.copy_warps;
+  loads.fill_warps = pages_in_turn || loads.whole_tiles ? 1 : args.plan.converts ? kConvertingWarps / 2 : loads.copy_warps;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   const int error = for_type(args, [&](auto type) {
     using T = decltype(type);

@@ -30,7 +30,8 @@
 
 namespace leanfleet::lean_attention {
 
-constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
+constexpr int kBoxColumns = 64;      // 128 bytes, the span of the swizzle
+constexpr int kConvertingWarps = 8;  // that make tiles of T of quantised caches, one half keys and the other values
 
 struct TileLoads {
   bool tensor_maps;                // keys and values come through the maps below
@@ -42,8 +43,8 @@ struct TileLoads {
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
   bool whole_tiles;    // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
                        // copies appends
-  int32_t copy_warps;  // producer warps that copy: 1, 2 (of whole tiles, one the keys and one the values) or 4
-  int32_t fill_warps;  // those that fill a slot together: all of them, or one
+  int32_t copy_warps;  // producer warps that copy: 1, 2 (of whole tiles, one keys, one values), 4 or kConvertingWarps
+  int32_t fill_warps;  // those that fill a slot together: all of them, of those that convert half, or one
   bool stream_once;    // no other unit reads the same keys: they need not stay in the L2 cache
   bool clusters;       // CTAs may be launched in clusters
   int32_t cluster;     // CTAs of a cluster; 1: they are launched on their own
@@ -519,102 +520,132 @@ struct TileProducer {
   }
 #endif
 
-  // Quantised caches: each of 4 warps converts its part of a tile's tokens. Bytes of the next tile are on their way to where this
-  // lane has those of the tile it converts; a lane knows the row and scales of one token, of the tile after next its page. Keys
-  // become what their bytes stand for, and their scales go along, which are no channels'; values are multiplied by theirs.
+  // Quantised caches: warps of one half convert keys, of the other half values, each its part of a tile's tokens, in two batches.
+  // Where a batch's bytes were, those of the next tile are on their way while the other batch is converted; the second one's are
+  // asked for behind the fence, which may wait for copies that were asked for just before it. A lane knows the row and the scale
+  // of one token of the next tile and the page of one of the tile after next. Keys become what their bytes stand for, and their
+  // scales, which are no channels', go along; values are multiplied by scales of tokens here, and by others in the output.
+  static constexpr int kHalfWarps = kConvertingWarps / 2, kPerWarp = kTokens / kHalfWarps;
   struct QuantisedRow {
     uint32_t row;  // among all of a cache, the same of keys, of values and of their scales; kNoRow: nothing to read
-    bool missing;  // its page is outside the pool
-    float key_scale, value_scale;
+    float scale;
   };
   static constexpr uint32_t kNoRow = UINT32_MAX;
   __device__ __forceinline__ void convert_tiles(const Unit& unit, Span tiles) {
     if (tiles.begin >= tiles.end) return;
-    constexpr int kPerWarp = kTokens / 4;
-    const Span seen = unit_keys(args, unit.request, unit.row_tile);
-    const int of_tile = warp * kPerWarp + lane % kPerWarp;
-    int page = quantised_page(unit, seen, tiles.begin * kTokens + of_tile);
-    QuantisedRow now = quantised_row(unit, seen, tiles.begin * kTokens + of_tile, page);
-    asm volatile("cp.async.wait_all;" ::: "memory");  // what the unit before asked for behind its last tile
-    for_form(args.key_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, false>(now); });
-    for_form(args.value_scales.form, [&](auto form) { fetch_rows<decltype(form)::value, true>(now); });
-    page = quantised_page(unit, seen, (tiles.begin + 1) * kTokens + of_tile);
+    const bool values = warp >= kHalfWarps;
+    if (values) place.next();
+    for_form(values ? args.value_scales.form : args.key_scales.form, [&](auto form) {
+      if (values && args.value_scales.kind == kPerToken) convert_tiles_of<decltype(form)::value, true>(unit, tiles, true);
+      else convert_tiles_of<decltype(form)::value, false>(unit, tiles, values);
+    });
+    if (values) place.back();
+  }
+
+  // kScaled: values, with scales of tokens.
+  template <CacheForm kForm, bool kScaled>
+  __device__ __forceinline__ void convert_tiles_of(const Unit& unit, Span tiles, bool values) {
+    const LaneOfRows<kForm> rows(*this, values);
+    Span seen = unit_keys(args, unit.request, unit.row_tile);
+    seen.end = min32(seen.end, tiles.end * kTokens);
+    int position = tiles.begin * kTokens + warp % kHalfWarps * kPerWarp + lane % kPerWarp;
+    QuantisedRow now = quantised_row(unit, seen, position, quantised_page(unit, seen, position), values);
+    fetch_batch(rows, 0, now.row, true);
+    fetch_batch(rows, 1, now.row, true);
+    int page = quantised_page(unit, seen, position + kTokens);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      // Behind the last tile nothing is seen.
-      const Span ahead = tile + 1 < tiles.end ? seen : Span{0, 0};
-      const QuantisedRow next = quantised_row(unit, ahead, (tile + 1) * kTokens + of_tile, page);
-      page = quantised_page(unit, seen, (tile + 2) * kTokens + of_tile);
-      for_form(args.key_scales.form,
-               [&](auto form) { convert_rows<decltype(form)::value, false, false>(unit.head, now, next); });
-      if (args.value_scales.kind == kPerChannel)
-        for_form(args.value_scales.form,
-                 [&](auto form) { convert_rows<decltype(form)::value, true, true>(unit.head, now, next); });
-      else
-        for_form(args.value_scales.form,
-                 [&](auto form) { convert_rows<decltype(form)::value, true, false>(unit.head, now, next); });
+      const QuantisedRow next = quantised_row(unit, seen, position + kTokens, page, values);
+      page = quantised_page(unit, seen, position + 2 * kTokens);
+      const uint32_t slot = acquire();
+#pragma unroll 1
+      for (int batch = 0; batch < 2; ++batch) {
+        cp_async_wait_but<1>();  // what comes last are copies of the other batch
+        convert_batch<kForm, kScaled>(rows, batch, slot, now.scale);
+        if (batch == 1) {
+          if (!values) note_keys(now.scale, position >= seen.begin && position < seen.end && now.row == kNoRow);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          mbarrier_arrive(ring.full + place.slot * 8);
+        }
+        fetch_batch(rows, batch, next.row, tile + 1 < tiles.end);
+      }
+      place.next();
+      place.next();
       now = next;
+      position += kTokens;
     }
   }
 
-  // The page of a position, or -1; 0 where there are none.
+  // The page of a position as the table has it, or -1; 0 where there are none. Who needs it checks it: nobody waits here.
   __device__ __forceinline__ int quantised_page(const Unit& unit, Span seen, int position) const {
     if (args.cache_kind != kPaged) return 0;
     if (position < seen.begin || position >= seen.end) return -1;
     const int64_t at = static_cast<int64_t>(unit.request.b) * args.pages_per_request + quotient(position, args.block);
-    const int found = args.block_table[at];
-    return static_cast<unsigned>(found) < static_cast<unsigned>(args.num_pages) ? found : -1;
+    return args.block_table[at];
   }
 
-  __device__ __forceinline__ QuantisedRow quantised_row(const Unit& unit, Span seen, int position, int page) const {
+  __device__ __forceinline__ QuantisedRow quantised_row(const Unit& unit, Span seen, int position, int page,
+                                                        bool values) const {
     const auto in_rows = [](int64_t numbers) { return static_cast<uint32_t>(static_cast<uint64_t>(numbers) / Tile::kColumns); };
     const CacheStrides& strides = args.key_strides;
-    if (position < seen.begin || position >= seen.end) return {kNoRow, false, 0.0f, 0.0f};
-    if (page < 0) return {kNoRow, true, 0.0f, 0.0f};
+    const bool paged = args.cache_kind == kPaged;
+    if (position < seen.begin || position >= seen.end) return {kNoRow, 0.0f};
+    if (paged && static_cast<unsigned>(page) >= static_cast<unsigned>(args.num_pages)) return {kNoRow, 0.0f};
     uint32_t row = unit.head * in_rows(strides.head);
-    if (args.cache_kind == kPaged)
+    if (paged)
       row += page * in_rows(strides.page) + (position - quotient(position, args.block) * args.block) * in_rows(strides.token);
     else row += unit.request.b * in_rows(strides.batch) + (unit.request.start + position) * in_rows(strides.token);
-    const auto scale = [&](const Scales& scales) {
-      return scales.kind == kPerToken ? __ldcg(scales.in + row) : scales.kind == kPerTensor ? scales.in[0] : 1.0f;
-    };
-    return {row, false, scale(args.key_scales), scale(args.value_scales)};
+    const ScaleKind kind = values ? args.value_scales.kind : args.key_scales.kind;
+    const float* const scales = values ? args.value_scales.in : args.key_scales.in;
+    return {row, kind == kPerToken ? __ldcg(scales + row) : kind == kPerTensor ? scales[0] : 1.0f};
   }
 
-  // A lane has 16 bytes of a row in a pass.
+  // The part of a warp's rows that a lane has: in each pass 16 bytes of a row, `kPieces` chunks of 8 numbers. Eight lanes in a row
+  // have the chunks of one box of columns in so many rows that their stores, one piece of each, fall into different banks.
   template <CacheForm kForm>
-  struct StagedRows {
-    static constexpr int kRowChunks = Tile::kColumns / (kForm == kInt4 ? 32 : 16), kRowBytes = kRowChunks * 16;
-    static constexpr int kPasses = kTokens / 4 * kRowChunks / 32, kRowsOfPass = 32 / kRowChunks;
-    static_assert(32 % kRowChunks == 0 && kPasses > 0);
+  struct LaneOfRows {
+    static constexpr int kPieces = kForm == kInt4 ? 4 : 2, kOfBox = 8 / kPieces, kBoxes = Tile::kColumns / kBoxColumns;
+    static constexpr int kRowBytes = kBoxes * kOfBox * 16, kRowsOfPass = 32 / (kBoxes * kOfBox);
+    static constexpr int kBatchRows = kPerWarp / 2, kPasses = kBatchRows / kRowsOfPass;  // of a batch
+    static_assert(kPasses > 0 && kBatchRows % 8 == 0, "both batches are swizzled alike");
+    uint32_t row;      // of the warp's, in the first pass
+    uint32_t staged;   // shared address of the first pass, where nobody else looks
+    uint32_t to;       // of its first piece from a slot's begin
+    const char* from;  // this chunk of the cache's first row
+    // kHighOfBfloat16, where the assembler does not see it: an instruction has room for one constant, the selector of bytes, and it
+    // would bring that to a register each time instead.
+    uint32_t high;
+    __device__ __forceinline__ LaneOfRows(const TileProducer& producer, bool values) {
+      uint32_t lane = producer.lane;
+      asm volatile("" : "+r"(lane));  // else it is worked out again in each pass
+      const uint32_t warp = producer.warp % kHalfWarps, of_box = lane % kOfBox, box = lane / 8 % kBoxes;
+      row = lane / 8 / kBoxes * kPieces + lane % 8 / kOfBox;
+      staged = producer.ring.stage + (values ? kTokens * Tile::kColumns : 0) + (warp * 32 + lane) * 16;
+      to = (box * kTokens + warp * kPerWarp + row) * 128 + (of_box * kPieces ^ row % 8) * 16;
+      from =
+          static_cast<const char*>(values ? producer.args.value_cache : producer.args.key_cache) + (box * kOfBox + of_box) * 16;
+      asm volatile("" : "+r"(row), "+r"(staged), "+r"(to), "+l"(from));
+      high = __shfl_sync(kFullWarp, kHighOfBfloat16, 0);
+    }
+    __device__ __forceinline__ uint32_t staged_at(int batch, int pass) const {
+      return staged + (batch * kPasses + pass) * (kHalfWarps * 32 * 16);
+    }
   };
-  // Where nobody else looks, 2048 bytes from one pass to the next.
-  __device__ __forceinline__ uint32_t staged(bool values) const {
-    return ring.stage + (values ? kTokens * Tile::kColumns : 0) + (warp * 32 + lane) * 16;
-  }
-  // to: of a pass. from: the cache, and of its rows this lane's chunk.
-  template <CacheForm kForm>
-  __device__ __forceinline__ void fetch_row(const QuantisedRow& rows, int of_warp, uint32_t to, const char* from) const {
-    const uint32_t row = __shfl_sync(kFullWarp, rows.row, of_warp);
-    const bool exists = row != kNoRow;
-    const char* at;
-    asm("mad.wide.u32 %0, %1, %2, %3;"
-        : "=l"(at)
-        : "r"(exists ? row : 0u), "n"(StagedRows<kForm>::kRowBytes), "l"(reinterpret_cast<uint64_t>(from)));
-    cp_async(to, at, exists ? 16 : 0);
-  }
-  template <CacheForm kForm, bool kValues>
-  __device__ __forceinline__ const char* first_chunk() const {
-    const char* const cache = static_cast<const char*>(kValues ? args.value_cache : args.key_cache);
-    return cache + lane % StagedRows<kForm>::kRowChunks * 16;
-  }
-  template <CacheForm kForm, bool kValues>
-  __device__ __forceinline__ void fetch_rows(const QuantisedRow& rows) const {
-    using Rows = StagedRows<kForm>;
-#pragma unroll 1
-    for (int pass = 0; pass < Rows::kPasses; ++pass)
-      fetch_row<kForm>(rows, pass * Rows::kRowsOfPass + lane / Rows::kRowChunks, staged(kValues) + pass * 2048,
-                       first_chunk<kForm, kValues>());
+
+  // row: of this lane's token. One group of copies, empty if not `wanted`.
+  template <class Rows>
+  __device__ __forceinline__ void fetch_batch(const Rows& rows, int batch, uint32_t row, bool wanted) const {
+    if (wanted) {
+#pragma unroll
+      for (int pass = 0; pass < Rows::kPasses; ++pass) {
+        const int from_row = batch * Rows::kBatchRows + pass * Rows::kRowsOfPass;
+        const uint32_t of_pass = __shfl_sync(kFullWarp, row, rows.row + from_row);
+        const bool exists = of_pass != kNoRow;
+        const char* at;
+        asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(exists ? of_pass : 0u), "n"(Rows::kRowBytes), "l"(rows.from));
+        cp_async(rows.staged_at(batch, pass), at, exists ? 16 : 0);
+      }
+    }
     cp_async_commit();
   }
 
@@ -637,10 +668,11 @@ struct TileProducer {
   }
   // The same of T.
   template <CacheForm kForm>
-  static __device__ __forceinline__ void numbers_of_piece(const uint4& bytes, int piece, uint32_t (&pairs)[4]) {
+  static __device__ __forceinline__ void numbers_of_piece(const uint4& bytes, int piece, uint32_t high, uint32_t (&pairs)[4]) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kForm == kInt8) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? kHighBytes : kLowBytes);
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = bfloat16_of(word_of(bytes, 2 * piece + i / 2), i % 2 ? kHighBytes : kLowBytes, high);
       return;
     }
     halves_of_piece<kForm>(bytes, piece, pairs);
@@ -652,6 +684,17 @@ struct TileProducer {
       }
     }
   }
+  // The same times a scale.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ void products_of_piece(const uint4& bytes, int piece, float scale, uint32_t (&pairs)[4]) {
+    halves_of_piece<kForm>(bytes, piece, pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+      pairs[i] = pack_pair(T{}, x.x * scale, x.y * scale);
+      if constexpr (std::is_same_v<T, __half>) pairs[i] = kept_finite(pairs[i]);
+    }
+  }
 
   // Infinities become the largest numbers: rows that do not see them multiply them by 0. NaN stays.
   static __device__ __forceinline__ uint32_t kept_finite(uint32_t pair) {
@@ -660,69 +703,39 @@ struct TileProducer {
     return *reinterpret_cast<const uint32_t*>(&held);
   }
 
-  // This lane's chunks of a slot, from where they are staged, and the same of the next tile to there.
-  template <CacheForm kForm, bool kValues, bool kOfChannels>
-  __device__ __forceinline__ void convert_rows(int head, const QuantisedRow& now, const QuantisedRow& next) {
-    using Rows = StagedRows<kForm>;
-    constexpr int kPerWarp = kTokens / 4, kPieces = kForm == kInt4 ? 4 : 2;
-    // Those of the other kind were asked for last.
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    uint32_t stage = staged(kValues);
-    uint32_t of_warp = static_cast<uint32_t>(lane) / Rows::kRowChunks;  // unsigned: for short remainders
-    const int first_piece = lane % Rows::kRowChunks * kPieces, token = warp * kPerWarp + of_warp;
-    uint32_t to = acquire() + (first_piece / 8 * kTokens + token) * 128;
-    uint64_t from = reinterpret_cast<uint64_t>(first_chunk<kForm, kValues>());
-    asm volatile("" : "+r"(stage), "+r"(to), "+l"(from), "+r"(of_warp));  // else they are worked out again in each pass
-    const float* const channels = args.value_scales.in + static_cast<int64_t>(head) * Tile::kColumns + 8 * first_piece;
-#pragma unroll 2
+  // Half of this warp's rows of a slot, from where they are staged. scale: of this lane's token.
+  template <CacheForm kForm, bool kScaled>
+  __device__ __forceinline__ void convert_batch(const LaneOfRows<kForm>& rows, int batch, uint32_t slot, float scale) const {
+    using Rows = LaneOfRows<kForm>;
+    const uint32_t to = slot + rows.to;
+    uint4 bytes[Rows::kPasses];
+#pragma unroll
+    for (int pass = 0; pass < Rows::kPasses; ++pass) bytes[pass] = load_16_bytes(rows.staged_at(batch, pass));
+#pragma unroll
     for (int pass = 0; pass < Rows::kPasses; ++pass) {
-      const uint32_t row = of_warp + pass * Rows::kRowsOfPass;
-      const uint4 bytes = load_16_bytes(stage + pass * 2048);
-      const float scale = kValues && !kOfChannels ? __shfl_sync(kFullWarp, now.value_scale, row) : 1.0f;
+      const int of_batch = pass * Rows::kRowsOfPass, of_warp = batch * Rows::kBatchRows + of_batch;
+      const float of_pass = kScaled ? __shfl_sync(kFullWarp, scale, rows.row + of_warp) : 1.0f;
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
+      for (int piece = 0; piece < Rows::kPieces; ++piece) {
         uint32_t pairs[4];
-        if constexpr (kValues) {
-          halves_of_piece<kForm>(bytes, piece, pairs);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
-            x.x *= kOfChannels ? channels[8 * piece + 2 * i] : scale;
-            x.y *= kOfChannels ? channels[8 * piece + 2 * i + 1] : scale;
-            pairs[i] = pack_pair(T{}, x.x, x.y);
-            if constexpr (std::is_same_v<T, __half>) pairs[i] = kept_finite(pairs[i]);
-          }
-        } else {
-          numbers_of_piece<kForm>(bytes, piece, pairs);
-        }
-        // Lines of 64 columns, 8 pieces, swizzled by the token.
-        const int place_of_piece = (first_piece + piece) % 8 ^ row % 8;
-        store_16_bytes(to + pass * Rows::kRowsOfPass * 128 + place_of_piece * 16,
-                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-      }
-      fetch_row<kForm>(next, row, stage + pass * 2048, reinterpret_cast<const char*>(from));
-    }
-    cp_async_commit();
-    if constexpr (!kValues) {
-      if (lane < kPerWarp) {
-        const uint32_t at = ring.key_scales + (place.slot / 2 * kTokens + warp * kPerWarp + lane) * 4;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(now.key_scale) : "memory");
-      }
-      if (args.cache_kind == kPaged) {
-        const unsigned bits = __ballot_sync(kFullWarp, now.missing && lane < kPerWarp);
-        if (lane == 0) {
-#pragma unroll
-          for (int t = 0; t < kPerWarp / 16; ++t)
-            ring.masked_out[place.slot * Tile::kSlices + warp * (kPerWarp / 16) + t] = bits >> (16 * t) & 0xffff;
-        }
+        if constexpr (kScaled) products_of_piece<kForm>(bytes[pass], piece, of_pass, pairs);
+        else numbers_of_piece<kForm>(bytes[pass], piece, rows.high, pairs);
+        // The swizzle: bits of the row and of the piece that change meet those of the first ones in the address.
+        store_16_bytes((to ^ (piece ^ of_batch % 8) * 16) + of_warp * 128, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    const uint32_t full = ring.full + place.slot * 8;
-    mbarrier_arrive(full);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(full);
-    place.next();
+  }
+
+  // What consumers have to know of this lane's token of a tile's keys. missing: its page is outside the pool.
+  __device__ __forceinline__ void note_keys(float scale, bool missing) const {
+    if (lane < kPerWarp)
+      store_4_bytes(ring.key_scales + (place.slot / 2 * kTokens + warp * kPerWarp + lane) * 4, __float_as_uint(scale));
+    if (args.cache_kind != kPaged) return;
+    const unsigned bits = __ballot_sync(kFullWarp, missing && lane < kPerWarp);
+    if (lane != 0) return;
+#pragma unroll
+    for (int t = 0; t < kPerWarp / 16; ++t)
+      ring.masked_out[place.slot * Tile::kSlices + warp * (kPerWarp / 16) + t] = bits >> (16 * t) & 0xffff;
   }
 
   // A tile row by row with cp.async, each of the producer's warps a part of the tokens.

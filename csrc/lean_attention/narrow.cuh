@@ -28,11 +28,12 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t biased, uint32_t select) 
 constexpr uint32_t kBias = 0x80808080u, kLowBytes = 0x4140, kHighBytes = 0x4342;
 
 // Two bytes of int8, by kLowBytes or kHighBytes, as a pair of bfloat16. 0x4300 | x is 128 + x for x < 128, and 0x4380, the same with
-// the sign's bit, is 256.
-__device__ __forceinline__ uint32_t bfloat16_of(uint32_t word, uint32_t select) {
-  const uint32_t bits = __byte_perm(word, 0x43434343u, select), low = bits & 0xff7fff7fu, sign = bits & 0xff80ff80u;
+// the sign's bit, is 256. high: kHighOfBfloat16.
+constexpr uint32_t kHighOfBfloat16 = 0x43434343u;
+__device__ __forceinline__ uint32_t bfloat16_of(uint32_t word, uint32_t select, uint32_t high) {
+  const uint32_t bits = __byte_perm(word, high, select), low = bits & 0xff7fff7fu, sign = bits & 0xff80ff80u;
   uint32_t pair;
-  asm("{\n.reg .b32 ones;\nmov.b32 ones, 0xbf80bf80;\nfma.rn.bf16x2 %0, %2, ones, %1;\n}" : "=r"(pair) : "r"(low), "r"(sign));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(sign), "r"(0xbf80bf80u), "r"(low));  // low - sign
   return pair;
 }
 

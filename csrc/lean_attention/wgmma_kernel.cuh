@@ -15,8 +15,8 @@
 
 namespace leanfleet::lean_attention {
 
-// kWidth: columns of keys; kValueWidth: of values. kOfQuantised: of quantised caches, which four producer warps turn into T. They need
-// the registers of a third warpgroup.
+// kWidth: columns of keys; kValueWidth: of values. kOfQuantised: of quantised caches, which two warpgroups of producers turn into T.
+// They need the registers of a third one that computes.
 template <int kWidth, bool kOfQuantised = false, int kValueWidth = kWidth>
 struct WgmmaTile {
   static constexpr bool kSplitTokens = false, kDeals = true, kConverts = kOfQuantised;
@@ -25,10 +25,12 @@ struct WgmmaTile {
   static constexpr int kTokens = kValueWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
   static constexpr bool kTurns = kValueWidth <= 128;  // at issuing products; where these take longest it only delays them
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
+  static constexpr int kProducerWarps = kConverts ? kConvertingWarps : 4;
   // Registers of a thread; with those of the producers all that an SM has, 65,536.
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 56;
-  static constexpr int kThreads = 32 * (kConsumerWarps + 4);
+  static constexpr int kConsumerRegisters = kConverts ? (kWidth > 128 ? 200 : 192) : kWarpgroups == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kConverts ? (kWidth > 128 ? 56 : 64) : kWarpgroups == 3 ? 32 : 56;
+  static_assert(32 * (kConsumerWarps * kConsumerRegisters + kProducerWarps * kProducerRegisters) <= 65536);
+  static constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
   static constexpr int kKeyBoxes = (kWidth + kBoxColumns - 1) / kBoxColumns;  // of a row in shared memory, the query's too
   static constexpr int kValueBoxes = (kValueWidth + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kKeySlotBytes = kTokens * kKeyBoxes * 128, kPairBytes = kTokens * (kKeyBoxes + kValueBoxes) * 128;
@@ -124,6 +126,7 @@ struct WarpgroupConsumer {
       mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const bool last = ring.queue[queued.slot].last != 0;
       if (!last) load_query(ring.queue[queued.slot].unit, part_of(ring.queue[queued.slot], queued.slot));
+      if constexpr (kConverts) multiply_by_value_scales(work.unit.head, o);
       finish(work, part, o);
       if (last) break;
       mbarrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
@@ -249,7 +252,17 @@ struct WarpgroupConsumer {
     const uint32_t b = uniform(hopper::make_smem_descriptor(values, kTokens * 128));
     hopper::warpgroup_arrive();
 #pragma unroll
-    for (int t = 0; t < kTokens / 16; ++t) hopper::wgmma_rs<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
+    for (int t = 0; t < kTokens / 16; ++t) {
+      if constexpr (kConverts && kWidth == 256) {
+        // The assembler takes no instruction with more registers than each thread of so large a CTA begins with.
+        constexpr int kHalf = kWidth / 16;
+        hopper::wgmma_rs<true>(T{}, reinterpret_cast<float (&)[kHalf][4]>(o[0]), p[t], b + t * 2048 / 16, 1);
+        hopper::wgmma_rs<true>(T{}, reinterpret_cast<float (&)[kHalf][4]>(o[kHalf]), p[t],
+                               b + (kHalf / 8 * kTokens * 128 + t * 2048) / 16, 1);
+      } else {
+        hopper::wgmma_rs<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
+      }
+    }
     hopper::warpgroup_commit();
   }
 
@@ -560,6 +573,18 @@ struct WarpgroupConsumer {
     group_barrier();
   }
 
+  // Scales of values that are no tokens' are factors of the output.
+  __device__ __forceinline__ void multiply_by_value_scales(int head, Output& o) const {
+    const bool per_channel = args.value_scales.kind == kPerChannel;
+    if (!per_channel && args.value_scales.kind != kPerTensor) return;
+    const float* const scales = args.value_scales.in + (per_channel ? static_cast<int64_t>(head) * kWidth + lane % 4 * 2 : 0);
+#pragma unroll
+    for (int d = 0; d < kWidth / 8; ++d) {
+      const float x = scales[per_channel ? 8 * d : 0], y = scales[per_channel ? 8 * d + 1 : 0];
+      o[d][0] *= x, o[d][1] *= y, o[d][2] *= x, o[d][3] *= y;
+    }
+  }
+
   __device__ __forceinline__ void finish(const Work& work, int part, const Output& o) {
     const Segment& segment = work.segment;
     const Span all = unit_rows(args, work.unit.request, work.unit.row_tile);
@@ -736,17 +761,18 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kTh
         asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
       }
 #pragma unroll 1
-      for (int i = of_producers; i < 2 * kQueue + 2 * loads.slots; i += 4) {
+      for (int i = of_producers; i < 2 * kQueue + 2 * loads.slots; i += Tile::kProducerWarps) {
         const int of_ring = i - 2 * kQueue;
+        const int readers = Tile::kConsumerWarps + loads.copy_warps - (loads.copy_warps < 4 ? 0 : 1);  // who publishes does not
         const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
-                          : of_ring >= 0         ? kFillArrivals * loads.fill_warps
+                          : of_ring >= 0         ? (kConverts ? 32 : kFillArrivals) * loads.fill_warps
                           : i < kQueue           ? 1
-                                                 : 32 * (Tile::kConsumerWarps + (loads.copy_warps < 4 ? loads.copy_warps : 3));
+                                                 : 32 * readers;
         mbarrier_init(ring.queue_full + 8 * i, count);
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    named_barrier(5, 128);  // of producers alone
+    named_barrier(5, 32 * Tile::kProducerWarps);  // of producers alone
     TileProducer<T, Tile, false> producer{args,
                                           loads,
                                           &key_map,
@@ -772,7 +798,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kTh
     }
     producer.run(range, exists);
   } else {
-    if (args.append)
+    if (!kConverts && args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));

@@ -692,7 +692,7 @@ def lean_attention_library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_wgmma(monkeypatch):
-    """Which is not simulated."""
+    """Whose products are not simulated."""
     monkeypatch.setenv("LEANFLEET_CONVERT", "0")
 
 
@@ -814,6 +814,30 @@ def test_attention_over_quantised_caches(lean_attention, quant):
         in_place = bool(attrs["append"]) and seed % 2 == 0
         quantised_cases.check(partial(run, seed=seed), inputs, attrs, in_place=in_place)
         assert count() > before
+
+
+# Prompts: units of all rows and of some, several tiles and parts of tiles, all widths, pages of odd lengths.
+CONVERTED = (
+    dict(lens=(200, 33), H=4, Hkv=2, Nq=40, query_lens=(40, 33), D=64, Dv=64, append=True),
+    dict(lens=(300,), H=3, Hkv=1, Nq=30, D=128, Dv=128, append=True, window=100),
+    dict(lens=(150, 0, 129), H=2, Hkv=1, Nq=70, query_lens=(70, 0, 65), D=128, Dv=128, sinks=True, append=True, block=5),
+    dict(lens=(200, 70), H=4, Hkv=1, Nq=20, D=256, Dv=256, append=True, rotary=64),
+    dict(lens=(90,), H=8, Hkv=2, Nq=20, D=256, Dv=256, block=16, softcap=4.0, scale=-0.2),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", [pair for pair in QUANT_PAIRS if None not in pair and "channel" not in pair[0]], ids=str)
+def test_quantised_tiles_for_wgmma(lean_attention_library, monkeypatch, quant):
+    """The warps that convert tiles, with consumers of plain arithmetic in place of wgmma."""
+    monkeypatch.setenv("LEANFLEET_CONVERT", "1")
+    for seed, facts in enumerate(CONVERTED):
+        turn = seed + QUANT_PAIRS.index(quant)
+        inputs, attrs = make_case(turn, VARIANTS[turn % 3], HALF[turn // 3 % 2], **facts, quant=quant)
+        before = products(lean_attention_library)
+        run = partial(run_simulated, lean_attention_library, "LeanAttention", sms=(1, 3, 5)[turn % 3], seed=turn)
+        quantised_cases.check(run, inputs, attrs)
+        assert products(lean_attention_library) == before, "another kernel"
 
 
 @pytest.mark.slow

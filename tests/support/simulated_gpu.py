@@ -75,6 +75,8 @@ def _call(statement):
         return "simulated::unsupported()"
     text = "".join(re.findall(r'"([^"]*)"', code[1])).replace("\\n", " ").replace("\\t", " ")
     instructions = [x for x in text.split(";") if x.strip()]
+    if not instructions:
+        return "static_cast<void>(0)"
     if len(instructions) != 1:
         return "simulated::unsupported()"
     rest, operands = statement[code.end() :], []

@@ -94,6 +94,8 @@ inline void ptx_cp_async_ca_shared_global(uint32_t to, const void* from, int siz
 }
 inline void ptx_cp_async_commit_group() { commit_copies(); }
 inline void ptx_cp_async_wait_group(int groups) { wait_for_copies(static_cast<size_t>(groups)); }
+inline void ptx_cp_async_wait_all() { commit_copies(), wait_for_copies(0); }
+inline void ptx_fence_proxy_async_shared_cta() {}
 inline void ptx_st_shared_v4_b32(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t x[4] = {a, b, c, d};
   std::memcpy(from_shared(to, 16), x, 16);
@@ -186,6 +188,14 @@ inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_u32(uint32_t& x, const void*
   std::memcpy(&x, from, 4);
 }
 inline void ptx_mad_wide_u32(const char*& y, uint32_t a, uint32_t b, const char* c) { y = c + static_cast<uint64_t>(a) * b; }
+inline void ptx_fma_rn_bf16x2(uint32_t& y, uint32_t a, uint32_t b, uint32_t c) {
+  __nv_bfloat16 x[3][2];
+  std::memcpy(x[0], &a, 4), std::memcpy(x[1], &b, 4), std::memcpy(x[2], &c, 4);
+  for (int i = 0; i < 2; ++i)
+    x[0][i] = __double2bfloat16(static_cast<double>(static_cast<float>(x[0][i])) * static_cast<float>(x[1][i]) +
+                                static_cast<float>(x[2][i]));
+  std::memcpy(&y, x[0], 4);
+}
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
