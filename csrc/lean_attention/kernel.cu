@@ -9,7 +9,6 @@
 
 #include "core/cuda_target.h"
 #include "core/shared_memory.cuh"
-#include <cstdlib>
 #include "lean_attention/device.cuh"
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
@@ -452,7 +451,8 @@ int launch_direct_width(const Args& args, F&& launch) {
 // Whether DirectKernel may run a plan in CTAs with so much shared memory, and the tokens that a CTA of it reads at once.
 bool is_direct(const Args& args, const Plan& plan, int shared_bytes) {
   if (has_narrow_cache(args)) return plan.directly;
-  const int most_rows = padded_width(args) <= 128 ? kMostDirectRows : kDirectRows;
+  // Heads of up to 192 columns would leave a quarter and more of the registers of 256 idle: measured, the ring is faster.
+  const int columns = columns_of(args), most_rows = columns <= 128 ? kMostDirectRows : columns <= 192 ? 0 : kDirectRows;
   return plan.row_tile <= most_rows && direct_bytes(args, plan.row_tile) <= shared_bytes;
 }
 int tokens_at_once(const Args& args, const Plan& plan) {
@@ -462,6 +462,7 @@ int tokens_at_once(const Args& args, const Plan& plan) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // 4, 8 and 32 are as fast
 constexpr int kShortPart = 128;                           // key tiles, measured
+constexpr int kShortWide = 8192;                          // keys of 129 columns and more, measured
 constexpr int kConvertedRows = 65;                        // of a head, at least; measured with whole prompts alone
 
 }  // namespace
@@ -616,10 +617,12 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring.
+  // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring. And wide heads of
+  // dense caches that are short, or that requests may fill in part.
   const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
-  static const int tried = std::getenv("LF_DIRECT") ? std::atoi(std::getenv("LF_DIRECT")) : 1;
-  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages || tried == 2) && (tried > 0 || width < 256))
+  const bool short_wide =
+      args.cache_kind == kDense && args.seq_lens != nullptr && columns_of(args) > 128 && args.capacity <= kShortWide;
+  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages || short_wide))
     return then_merge(for_type(args, [&](auto type) {
       using T = decltype(type);
       return launch_direct_width(args, [&](auto w, auto blocks) {
