@@ -68,7 +68,7 @@ MEASUREMENTS = (
         GPU,
         ("kernels.lean_attention OUT --only quantised,drawn_quantised --peers xqa --rounds 15 --seed SEED",),
     ),
-    Measurement("quantised_prompts_h200", GPU, ("kernels.lean_attention OUT --only quantised_prompts --rounds 21",)),
+    Measurement("quantised_prompts_h200", GPU, ("kernels.lean_attention OUT --only quantised_prompts --rounds 9",)),
     Measurement(
         "lean_attention_h200",
         GPU,
