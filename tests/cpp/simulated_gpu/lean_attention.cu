@@ -16,7 +16,7 @@ int launch_mma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensor
 
 // Two threads a row, each with half of its columns. They wait and arrive as the real ones do.
 template <class T, int kWidth>
-struct WarpgroupConsumer<T, kWidth, true> {
+struct WarpgroupConsumer<T, kWidth, true, kWidth> {
   using Tile = WgmmaTile<kWidth, true>;
   static constexpr int kTokens = Tile::kTokens, kColumns = kWidth / 2;
   const Args& args;
@@ -99,13 +99,13 @@ struct WarpgroupConsumer<T, kWidth, true> {
   }
 };
 
-template <class T, int kWidth, bool kConverts>
+template <class T, int kWidth, bool kConverts, int kValueWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                  void* stream) {
   if constexpr (!kConverts) return cudaErrorNotSupported;
   else {
     using Tile = WgmmaTile<kWidth, true>;
-    const auto kernel = WgmmaKernel<T, kWidth, true>;
+    const auto kernel = WgmmaKernel<T, kWidth, true, kWidth>;
     kernel<<<args.plan.max_ranges, Tile::kThreads, Tile::shared_bytes(loads.slots), static_cast<cudaStream_t>(stream)>>>(
         args, loads, key_map, value_map);
     return cudaGetLastError();
@@ -165,12 +165,17 @@ int launch_one_segment_narrow(const Args& args, void* stream) {
 template int launch_one_segment<__half>(const Args&, int, void*);
 template int launch_one_segment<__nv_bfloat16>(const Args&, int, void*);
 
-#define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
-  template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*); \
-  template int launch_wgmma<T, kWidth, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__half, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__nv_bfloat16, 96, false>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
-                                                    void*);
+#define LEANFLEET_INSTANCES(T, kWidth)                                                                                       \
+  template int launch_mma<T, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*);     \
+  template int launch_wgmma<T, kWidth, false, kWidth>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, \
+                                                      void*);
+template int launch_wgmma<__half, 96, false, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 96, false, 96>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                        void*);
+template int launch_wgmma<__half, 192, false, 128>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                   void*);
+template int launch_wgmma<__nv_bfloat16, 192, false, 128>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                          void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
 LEANFLEET_INSTANCES(__half, 192)
@@ -180,23 +185,25 @@ LEANFLEET_INSTANCES(__nv_bfloat16, 128)
 LEANFLEET_INSTANCES(__nv_bfloat16, 192)
 LEANFLEET_INSTANCES(__nv_bfloat16, 256)
 #undef LEANFLEET_INSTANCES
-template int launch_wgmma<__half, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__half, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__half, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
-template int launch_wgmma<__nv_bfloat16, 64, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
-                                                   void*);
-template int launch_wgmma<__nv_bfloat16, 128, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
-                                                    void*);
-template int launch_wgmma<__nv_bfloat16, 256, true>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
-                                                    void*);
+template int launch_wgmma<__half, 64, true, 64>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 128, true, 128>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__half, 256, true, 256>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*);
+template int launch_wgmma<__nv_bfloat16, 64, true, 64>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                       void*);
+template int launch_wgmma<__nv_bfloat16, 128, true, 128>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                         void*);
+template int launch_wgmma<__nv_bfloat16, 256, true, 256>(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                                         void*);
 template int launch_direct<__half, 64, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__half, 64, 2>(const Args&, DirectCut, void*);
 template int launch_direct<__half, 128, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__half, 128, 2>(const Args&, DirectCut, void*);
+template int launch_direct<__half, 256, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__nv_bfloat16, 64, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__nv_bfloat16, 64, 2>(const Args&, DirectCut, void*);
 template int launch_direct<__nv_bfloat16, 128, 1>(const Args&, DirectCut, void*);
 template int launch_direct<__nv_bfloat16, 128, 2>(const Args&, DirectCut, void*);
+template int launch_direct<__nv_bfloat16, 256, 1>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<64, 1>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<128, 1>(const Args&, DirectCut, void*);
 template int launch_direct_narrow<256, 1>(const Args&, DirectCut, void*);
