@@ -1,8 +1,9 @@
 // LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
-// mma_kernel.cuh, whose producer and queue it takes over, or for the whole units that it is dealt (schedule.h). Warpgroups compute, each 64 rows of a unit and all tokens, with
-// wgmma: S = Q K^T from shared memory, O += P V with P in registers. Three of them where registers suffice, which the softmax of
-// narrow heads needs: it takes as long as their products. Heads of more than 128 have tiles of 64 tokens, so that the output of
-// 256 columns fits in registers beside the logits; their products take twice as long as the softmax.
+// mma_kernel.cuh, whose producer and queue it takes over, or for the whole units that it is dealt (schedule.h). Warpgroups compute,
+// each 64 rows of a unit and all tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers; whole units of up to
+// 64 rows they take in turn. Three of them where registers suffice, which the softmax of narrow heads needs: it takes as long as their
+// products. Values of more than 128 columns have tiles of 64 tokens, so that the output of 256 columns fits in registers beside the
+// logits; their products take twice as long as the softmax.
 //
 // The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs, and
 // the warpgroups take turns at issuing products, so that one has its softmax while the tensor cores work for the other (both
