@@ -1176,8 +1176,8 @@ DirectKernelPointer direct_narrow_kernel(const Args& args) {
 // How a launch cuts the work: as the plan says, or by clusters where it may be, with fewer of the SMs where ranges are short.
 enum class DirectCut { kPlan, kClusters, kClustersOfFew };
 
-// args.plan holds the tile; kWidth: 64 or 128; for units of 8 * kBlocks rows, 1 or 2. Compiled by direct_launch.cu.in, a source file
-// a type.
+// args.plan holds the tile; for units of 8 * kBlocks rows: 1 or 2 for 64 and 128 columns, 1 for 256. Compiled by direct_launch.cu.in, a
+// source file a type, width and number of blocks.
 template <class T, int kWidth, int kBlocks>
 int launch_direct(const Args& args, DirectCut cut, void* stream);
 

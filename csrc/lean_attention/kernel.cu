@@ -462,7 +462,7 @@ int tokens_at_once(const Args& args, const Plan& plan) {
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // 4, 8 and 32 are as fast
 constexpr int kShortPart = 128;                           // key tiles, measured
-constexpr int kShortWide = 8192;                          // keys of 129 columns and more, measured
+constexpr int kShortWide = 8192;                          // keys of more than 192 columns, measured
 constexpr int kConvertedRows = 65;                        // of a head, at least; measured with whole prompts alone
 
 }  // namespace
@@ -524,7 +524,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   }
   const OneSegmentDevice device = this_device(sm_count);
   // The kernels for few rows count positions in 32 bits.
-  const int tile = has_narrow_cache(args) ? 8192 / padded_width(args) : padded_width(args) == 64 ? 128 : 64;
+  const int tile = 8192 / padded_width(args);  // of the smallest tiles that one of them has
   const int overhead = has_narrow_cache(args) ? kNarrowUnitOverhead : kUnitOverhead;
   const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + overhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
@@ -551,7 +551,7 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   const bool read_at_once = is_direct(args, plan, device.shared_bytes) && args.capacity <= parts * tokens_at_once(args, plan);
   // Whether such a part is less than a range, in which units cost something too.
   const bool few_tiles = plan.directly && tiles * sm_count <= (tiles + plan.unit_overhead) * busy;
-  if (forced.ranges == 0 && parts > 0 && tiles < 1 << 19 &&
+  if (forced.ranges == 0 && parts > 0 && args.capacity / tile < 1 << 19 &&
       (read_at_once || few_tiles || busy * 20 >= int64_t{19} * sm_count ||
        (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
     plan.equal_parts = static_cast<int32_t>(parts);
@@ -618,10 +618,10 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     if (error != cudaSuccess) return error;
   }
   // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring. And wide heads of
-  // dense caches that are short, or that requests may fill in part.
+  // short dense caches that requests may fill in part.
   const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
   const bool short_wide =
-      args.cache_kind == kDense && args.seq_lens != nullptr && columns_of(args) > 128 && args.capacity <= kShortWide;
+      args.cache_kind == kDense && args.seq_lens != nullptr && columns_of(args) > 192 && args.capacity <= kShortWide;
   if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages || short_wide))
     return then_merge(for_type(args, [&](auto type) {
       using T = decltype(type);

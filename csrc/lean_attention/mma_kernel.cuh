@@ -57,6 +57,7 @@ struct Work {
   int32_t first;    // the range that begins the unit
   int32_t last;     // not 0: there is no more work, the rest is not set
   bool in_cluster;  // all contributors are CTAs of this CTA's cluster
+  int32_t taker;    // WgmmaKernel: the group that takes all of the unit; -1: each has its part
   Span seen;        // keys that at least one row of the unit sees
   Span common;      // keys that all its rows see, padding aside
 };
@@ -190,6 +191,7 @@ struct TileProducer {
   bool copies, publishes;                   // what this warp does
   RingPlace place, waiting;                 // of the group whose turn it is, and of the other
   int turn = 0;                             // tiles so far, where warps take them in turn
+  int taker = 0;                            // the group whose turn it is at a whole unit of one group's rows
   bool told = false;                        // the consumers know of the first segment
   RingPlace queued = RingPlace(0, kQueue);  // the place of the queue that this warp comes to next
 
@@ -347,10 +349,16 @@ struct TileProducer {
     queued.next();
   }
 
-  __device__ __forceinline__ void note(const Unit& unit, const Segment& segment, bool equal, int slot) const {
+  __device__ __forceinline__ void note(const Unit& unit, const Segment& segment, bool equal, int slot) {
     const RowsKeys keys = keys_of_tokens(args, unit.request, unit_tokens(args, unit.request, unit.row_tile));
-    if (lane != 0) return;
     Work& work = ring.queue[slot];
+    if constexpr (Tile::kDeals) {
+      const Span rows = unit_rows(args, unit.request, unit.row_tile);
+      const bool by_one = segment.count == 1 && rows.end - rows.begin <= Tile::kGroupRows;
+      if (lane == 0) work.taker = by_one ? taker : -1;
+      if (by_one) taker = taker + 1 == Tile::kWarpgroups ? 0 : taker + 1;
+    }
+    if (lane != 0) return;
     work.unit = unit;
     work.segment = segment;
     work.first = first_contributor(segment);

@@ -1,5 +1,5 @@
 // Numbers of quantised caches: their bytes as halves for tensor cores and as floats, floats as their bytes; powers of two that
-// keep other numbers in half's range. A new form is an edit here, in copy_rows() of narrow.cu and StagedRows of mma_kernel.cuh where
+// keep other numbers in half's range. A new form is an edit here, in copy_rows() of narrow.cu and LaneOfRows of mma_kernel.cuh where
 // its rows lie in another way, and in for_form().
 #pragma once
 

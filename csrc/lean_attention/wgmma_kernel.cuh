@@ -112,13 +112,13 @@ struct WarpgroupConsumer {
     mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
     if (group == 1) end_turn(2);
-    load_query(ring.queue[queued.slot].unit, part_of(ring.queue[queued.slot], queued.slot));
+    load_query(ring.queue[queued.slot].unit, part_of(ring.queue[queued.slot]));
 #pragma unroll 1
     for (;;) {
       const Work& work = ring.queue[queued.slot];
-      begin_unit(o);
+      const int groups = groups_of(work.unit), part = part_of(work);
+      begin_unit(part, o);
       const Span tiles = work.segment.tiles;
-      const int groups = groups_of(work.unit), part = part_of(work, queued.slot);
       if (part >= groups) skip(tiles.end - tiles.begin);
       else if (tiles.begin < tiles.end) consume(tiles, work, groups, part, o);
       // The next unit's query is on its way while this one's output is written.
@@ -126,7 +126,7 @@ struct WarpgroupConsumer {
       queued.next();
       mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const bool last = ring.queue[queued.slot].last != 0;
-      if (!last) load_query(ring.queue[queued.slot].unit, part_of(ring.queue[queued.slot], queued.slot));
+      if (!last) load_query(ring.queue[queued.slot].unit, part_of(ring.queue[queued.slot]));
       if constexpr (kConverts) multiply_by_value_scales(work.unit.head, o);
       finish(work, part, o);
       if (last) break;
@@ -140,12 +140,11 @@ struct WarpgroupConsumer {
     const Span rows = unit_rows(args, unit.request, unit.row_tile);
     return max32(ceil_div(rows.end - rows.begin, Tile::kGroupRows), 1);
   }
-  // Which 64 rows of the unit at a place of the queue are this group's. Whole units of up to 64 rows go to the groups in turn: while
-  // one has a unit's begin or end, the others compute. kWarpgroups: none. Kept from one unit to the next, the compiler would no longer
-  // know that the loop over tiles is the same in all lanes, which costs its products 6 to 15%.
-  __device__ __forceinline__ int part_of(const Work& work, int slot) const {
-    if (groups_of(work.unit) > 1 || work.segment.count > 1) return group;
-    return slot % Tile::kWarpgroups == group ? 0 : Tile::kWarpgroups;
+  // Which 64 rows of a unit are this group's. Whole units of up to 64 rows go to the groups in turn: while one has a unit's begin or
+  // end, the others compute. kWarpgroups: none. Were the turn kept here from one unit to the next, the compiler would no longer know that
+  // the loop over tiles is the same in all lanes, which costs its products 6 to 15%.
+  __device__ __forceinline__ int part_of(const Work& work) const {
+    return work.taker < 0 ? group : work.taker == group ? 0 : Tile::kWarpgroups;
   }
 
   // The ring
@@ -549,9 +548,9 @@ struct WarpgroupConsumer {
     cp_async_commit();
   }
 
-  __device__ __forceinline__ void begin_unit(Output& o) {
+  __device__ __forceinline__ void begin_unit(int part, Output& o) {
     cp_async_wait();
-    if (args.scale < 0.0f) {
+    if (args.scale < 0.0f && part < Tile::kWarpgroups) {
 #pragma unroll 1
       for (int i = 0; i < Tile::kGroupRows * kChunks / 128; ++i) {
         const int row = query_row() + i % (Tile::kGroupRows / kRowsApart) * kRowsApart;

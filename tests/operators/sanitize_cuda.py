@@ -27,8 +27,8 @@ def draw_attention(random):
     D = random.choice((8, 48, 64, 64, 80, 128, 128, 128, 192, 256))
     Dv = random.choice((D, D, 72, 128, 40))
     Nq = random.choice((1, 1, 2, 5, 16, 33, 130, 257))
-    B = random.choice((1, 1, 2, 5, 70))  # 70: whole units, several for each CTA
-    lens = [random.choice((0, 1, 64, 300, 900, 2000) if B < 70 else (0, 1, 64, 130)) + Nq for _ in range(B)]
+    B = random.choice((1, 1, 2, 5, 140))  # 140: whole units, more than CTAs
+    lens = [random.choice((0, 1, 64, 300, 900, 2000) if B < 140 else (0, 1, 64, 130)) + Nq for _ in range(B)]
     if random.random() < 0.4:
         lens = lens[:1] * B
     append, causal = random.random() < 0.6, random.random() < 0.8

@@ -693,7 +693,7 @@ def test_large_ragged_batches(dtype):
         check(inputs, attrs)
 
 
-# Units that are dealt whole by their requests' lengths, and units of up to 64 rows, which groups of warps take in turn.
+# Several units for each CTA, whole ones of up to 64 rows among them, which groups of warps take in turn.
 @pytest.mark.parametrize("D, Dv", ((64, 64), (80, 96), (128, 128), (192, 192), (192, 128), (136, 72), (256, 256)))
 @pytest.mark.parametrize(
     "variant, B, H, Hkv, Nq, options",
@@ -703,7 +703,10 @@ def test_large_ragged_batches(dtype):
         ("ragged", 150, 28, 4, 7, {"append": True}),
         ("paged", 280, 6, 2, 9, {"sinks": True, "append": True}),
         ("dense", 280, 6, 2, 9, {"causal": 0, "softcap": 20.0}),
+        ("ragged", 280, 6, 2, 9, {"scale": -0.3}),
         ("dense", 160, 9, 3, 50, {}),
+        ("dense", 160, 12, 3, 58, {"append": True}),
+        ("paged", 160, 8, 2, 73, {}),
     ),
 )
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -715,6 +718,21 @@ def test_many_units_of_unlike_lengths(dtype, variant, B, H, Hkv, Nq, options, D,
     sizes = dict(H=H, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv)
     inputs, attrs = make_case(D, variant, dtype, lens, query_lens=query_lens, **sizes, **options)
     check(inputs, attrs)
+
+
+# Cut units of up to 64 rows between whole ones.
+@pytest.mark.parametrize("apart", (False, True))
+@pytest.mark.parametrize("ranges", (1, 7, 50))
+def test_whole_and_cut_units_of_one_group(monkeypatch, ranges, apart):
+    monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
+    monkeypatch.setenv("LEANFLEET_MERGE_APART", str(int(apart)))
+    monkeypatch.setenv("LEANFLEET_ONE_SEGMENT", "-1")
+    for seed, (D, group, Nq) in enumerate(((64, 6, 9), (128, 3, 20), (256, 4, 8), (192, 2, 50))):
+        lens = [(70 * b * b) % 1999 for b in range(24)]
+        sizes = dict(H=2 * group, Hkv=2, Nq=Nq, D=D, Dv=min(D, 128))
+        query_lens = [min(n, Nq) for n in lens]
+        inputs, attrs = make_case(seed, VARIANTS[seed % 3], torch.bfloat16, lens, query_lens=query_lens, **sizes)
+        check(inputs, attrs)
 
 
 def any_call(draw, D, Dv, Nqs, groups):
@@ -771,7 +789,7 @@ def test_any_call(data):
 @given(data=st.data())
 def test_any_step_of_few_rows(data):
     """The widths of most models in steps of up to 8 packed rows, for which pages and short contexts have a kernel of their own."""
-    width = data.draw(st.sampled_from((64, 128)))
+    width = data.draw(st.sampled_from((64, 128, 256, 200)))
     Nq = data.draw(st.sampled_from((1, 1, 2, 3, 8)))
     any_call(data.draw, width, width, (Nq,), [g for g in (1, 2, 3, 4, 5, 7, 8) if g * Nq <= 8])
 
