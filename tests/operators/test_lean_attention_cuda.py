@@ -876,6 +876,25 @@ def test_positions_beyond_32_bits():
     assert greatest_error(out["lse"][last:], judge[1]) < 1e-4
 
 
+def test_many_requests_that_share_long_pages():
+    """More tiles in all than 32 bits hold ranges of, in a cache of 1 GB: all requests have the same pages."""
+    B, H, S, D, block = 1024, 8, 131072, 256, 64
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    key, value = (
+        torch.randn(S // block, block, H, D, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    query = torch.randn(B, H, 1, D, generator=generator, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(S // block, dtype=torch.int32, device="cuda").repeat(B, 1)
+    lens = torch.full((B,), S, dtype=torch.int32, device="cuda")
+    cache = {"key_cache": key, "value_cache": value}
+    found = run_kernel("LeanAttention", {"query": query, **cache, "block_table": table, "seq_lens": lens}, {})
+    for b in (0, 600, B - 1):
+        of_one = {"query": query[b : b + 1], **cache, "block_table": table[:1], "seq_lens": lens[:1]}
+        alone = run_kernel("LeanAttention", of_one, {})
+        assert greatest_error(found["output"][b : b + 1], alone["output"].double()) <= 2**-12
+        assert greatest_error(found["lse"][b : b + 1], alone["lse"].double()) <= 1e-4
+
+
 # Values that are not finite; the sizes reach every kernel: few rows, 8 to 64 rows, prompts, float32.
 
 NON_FINITE = {
