@@ -125,6 +125,15 @@ LEFT = {
     "collectives_h200": "needs two GPUs: kernels.collectives OUT --rounds 20",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel OUT --seed 262946552 --rounds 31",
     "context_parallel_4_h100": "needs four GPUs: kernels.context_parallel OUT --gpus 4 --seed 262946552 --rounds 31",
+    "collectives_4_h200": "needs four GPUs: kernels.collectives OUT --gpus 4 --rounds 20",
+    "context_parallel_4_h200": (
+        "needs four GPUs: kernels.context_parallel OUT --only llama,figure9,drawn,heads,batches --seed "
+        "2065202294 --rounds 21 --gpus 4"
+    ),
+    "token_shards_h200": "needs two GPUs: kernels.token_shards OUT",
+    "context_parallel_1m_h200": (
+        "needs four GPUs: models.tensor_parallel OUT --gpus 4 --share context --context 1048576 --batches 1 --fill"
+    ),
     "tensor_parallel_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --serve --seconds 200",
     "tensor_parallel_8b_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-8b --context 8192",
     "tensor_parallel_70b_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-70b --context 8192",

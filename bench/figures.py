@@ -25,6 +25,7 @@ from bench.kernels import (
     methods_table,
     ort_cuda,
     sample_tokens,
+    token_shards,
 )
 from bench.models import (
     decoder_methods,
@@ -78,6 +79,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "context_parallel_h100": of("context_parallel_h100", context_parallel.table),
     "context_parallel_4_h100": of("context_parallel_4_h100", context_parallel.table),
     "context_parallel_growth_h100": lambda: context_parallel.growth_table(pictures.shared_contexts("h100")),
+    "collectives_4_h200": of("collectives_4_h200", collectives.table),
+    "context_parallel_4_h200": of("context_parallel_4_h200", context_parallel.table),
+    "token_shards_h200": of("token_shards_h200", token_shards.table),
+    "context_parallel_1m_h200": of("context_parallel_1m_h200", tensor_parallel.table),
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx2_epyc": dated("cpu_avx2_epyc", lambda r: cpu.table(r["machine"], r["rows"])),

@@ -3,8 +3,8 @@
 What a rank's tokens need of those before is one state a head. Each rank sums up its own tokens into one, all gather these, and
 a rank's scan begins with the states of the ranks before it, each decayed over the tokens between: S_r = sum over j < r of
 exp(d_(j+1) + ... + d_(r-1)) S_j, d being a rank's sum of log decays. So a rank moves `world` states a head and layer, however
-long its piece is, and scans its piece once. The parts are CausalLinearDecay, AllGather and a few products, in PyTorch and as
-nodes.
+long its piece is. What a piece in 16 bits sums up to comes from a scan of the operator too, without copies in float32. The
+parts are CausalLinearDecay or NormalizedLinearAttention, AllGather and a few products, in PyTorch and as nodes.
 
 Source: "LeetDecoding" (2024), equation 4, whose recurrence carries states over blocks as it does over ranks here.
 """
@@ -19,7 +19,9 @@ import torch
 from leanfleet import communicators
 from leanfleet.decoder_contract import WORLD
 from leanfleet.export.linear_attention import NORMALIZER_EPS, UnitFeatures
-from leanfleet.export.torch_ops import all_gather, all_reduce, causal_linear_decay
+from leanfleet.export.torch_ops import all_gather, all_reduce, causal_linear_decay, normalized_linear_attention
+
+_NARROW = torch.float16, torch.bfloat16
 
 
 class _Gather(torch.autograd.Function):
@@ -53,13 +55,14 @@ def decay_over_ranks(
     """CausalLinearDecay over a text of which each rank has a piece, in the order of the ranks.
 
     query T [B,Hq,N,R], key T [B,Hk,N,R], value T [B,Hv,N,Dv], log_decay float32 [Hv] or [B,Hv,N] (tokens before heads where
-    layout is "bnhd"), as causal_linear_decay has them: this rank's tokens, of which ranks may have unequal numbers.
+    layout is "bnhd"), as causal_linear_decay has them, but for decays of each key dimension: this rank's tokens, of which ranks
+    may have unequal numbers.
     communicator: the name of the ranks' one. world, rank: for a module that is exported where it does not run: how many ranks
     there will be, and int64 [1], an input by which one graph serves all of them.
     Returns T [B,H,N,Dv], this rank's rows; with return_state also the state behind the whole text, float32 [B,Hv,R,Dv], the
-    same on all ranks. Without `rank` it has gradients; that of a log_decay [Hv], which ranks share, is this rank's part of
-    their sum. All ranks call it, forward and backward, in the same order. Raises ValueError for gradients with `rank`, and what
-    causal_linear_decay and all_gather raise.
+    same on all ranks; states are then summed up in float32. Without `rank` it has gradients; that of a log_decay [Hv], which
+    ranks share, is this rank's part of their sum. All ranks call it, forward and backward, in the same order. Raises ValueError
+    for gradients with `rank` and for a log_decay of other axes, and what causal_linear_decay and all_gather raise.
 
     Example:
         import torch
@@ -72,11 +75,19 @@ def decay_over_ranks(
     """
     options: dict[str, Any] = {"scale": scale, "layout": layout}
     world = world or communicators.world_of(communicator) or 1
-    try:
-        state, total = _summed(key, value, log_decay, layout)
-    except RuntimeError:
-        causal_linear_decay(query, key, value, log_decay, **options)  # says which tensor does not fit
-        raise
+    if log_decay is not None and log_decay.dim() not in (1, 3):
+        raise ValueError(f"decay_over_ranks: log_decay has {log_decay.dim()} axes; expected [Hv] or one of each token and head")
+    if value.dtype in _NARROW and not return_state:
+        # CUDA's kernel rounds decayed tokens to 16 bits in this state, as it does in a scan of the whole text.
+        _, state = causal_linear_decay(query.detach(), key, value, log_decay, return_state=True, **options)
+        each = _each(log_decay, value, layout)
+        total = state.new_zeros(state.shape[:2]) if each is None else each.sum(-1)
+    else:
+        try:
+            state, total = _summed(key, value, log_decay, layout)
+        except RuntimeError:
+            causal_linear_decay(query, key, value, log_decay, **options)  # says which tensor does not fit
+            raise
     both = torch.cat([state.flatten(2), total.unsqueeze(-1)], -1)  # one exchange
     gathered = _gathered(both, communicator, world, rank)
     states, totals = gathered[..., :-1].unflatten(-1, state.shape[2:]), gathered[..., -1]
@@ -97,8 +108,8 @@ def normalized_over_ranks(
     """NormalizedLinearAttention with normalize_qk over a text of which each rank has a piece, in the order of the ranks.
 
     query T [B,H,N,D], key T [B,Hkv,N,D], value T [B,Hkv,N,Dv]: this rank's tokens. Returns T [B,H,N,Dv]. Others as in
-    decay_over_ranks, gradients too. It is decay_over_ranks over rows (1, q), (1, k) and (v, 1) in float32, where one state
-    holds all sums; the operator itself, which is faster, takes carried sums but has no gradients for them.
+    decay_over_ranks, gradients too. Where nothing asks for gradients it is the operator itself with carried sums, which have
+    none; else decay_over_ranks over rows (1, q), (1, k) and (v, 1) in float32, where one state holds all sums. That is slower.
 
     Example:
         import torch
@@ -109,11 +120,39 @@ def normalized_over_ranks(
         with communicators.create():
             print(normalized_over_ranks(q, k, v).shape)      # torch.Size([1, 2, 8, 16])
     """
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if not wants_grad and value.dtype != torch.float64:
+        return _normalized(query, key, value, communicator, world or communicators.world_of(communicator) or 1, rank)
     summed = torch.cat([value.float(), torch.ones_like(value[..., :1], dtype=torch.float32)], -1)
     rows = UnitFeatures.query(query), UnitFeatures.key(key)
     both = decay_over_ranks(*rows, summed, communicator=communicator, world=world, rank=rank)
     assert isinstance(both, torch.Tensor)
     return (both[..., :-1] / both[..., -1:].clamp(min=NORMALIZER_EPS)).to(value.dtype)
+
+
+def _normalized(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None
+) -> torch.Tensor:
+    """normalized_over_ranks without gradients: what the ranks before sum up to goes into the operator."""
+    _, _, *own = normalized_linear_attention(query, key, value, normalize_qk=True, return_state=True)
+    flat = [x.flatten(1).float() if x.dim() > 1 else x.unsqueeze(1).float() for x in own]  # [B,...] each
+    gathered = _gathered(torch.cat(flat, 1), communicator, world, rank)  # one exchange
+    earlier = torch.arange(world, device=key.device) < (communicators.rank_of(communicator) if rank is None else rank)
+    sums = torch.where(earlier.view(-1, 1, 1), gathered, torch.zeros((), device=key.device)).sum(0)
+    parts = sums.split([x.shape[1] for x in flat], 1)
+    state, key_sum, value_sum, count = (part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, own, strict=True))
+    output: torch.Tensor
+    output, *_ = normalized_linear_attention(
+        query,
+        key,
+        value,
+        initial_state=state,
+        initial_key_sum=key_sum,
+        initial_value_sum=value_sum,
+        initial_count=count,
+        normalize_qk=True,
+    )
+    return output
 
 
 def _gathered(tensor: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None) -> torch.Tensor:
@@ -126,21 +165,30 @@ def _gathered(tensor: torch.Tensor, communicator: str, world: int, rank: torch.T
     return found
 
 
+def _each(log_decay: torch.Tensor | None, value: torch.Tensor, layout: str) -> torch.Tensor | None:
+    """Log decays float32 [B,Hv,N] of all tokens, or None."""
+    if log_decay is None:
+        return None
+    if log_decay.dim() == 3:
+        return (log_decay.transpose(1, 2) if layout == "bnhd" else log_decay).float()
+    tokens = value.shape[1 if layout == "bnhd" else 2]
+    return log_decay.float().view(1, -1, 1).expand(value.shape[0], log_decay.shape[0], tokens)
+
+
 def _summed(
     key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor | None, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(state float32 [B,Hv,R,Dv] behind these tokens where none was before, sum of their log decays float32 [B,Hv])."""
+    each = _each(log_decay, value, layout)
     if layout == "bnhd":
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        log_decay = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay.transpose(1, 2)
     batch, heads, tokens, width = value.shape
     keys, values = key.float(), value.float()
-    if log_decay is None:
+    if each is None:
         total = values.new_zeros(batch, heads)
     else:
-        each = log_decay.view(1, -1, 1).expand(batch, heads, tokens) if log_decay.dim() == 1 else log_decay
         # Sums from the end are small where they count. No difference of sums, either of which may be -inf.
-        behind = each.float().flip(-1).cumsum(-1).flip(-1)
+        behind = each.flip(-1).cumsum(-1).flip(-1)
         total = behind[..., :1].sum(-1)
         later = torch.cat([behind[..., 1:], torch.zeros_like(behind[..., :1])], -1)
         values = values * torch.exp(later).unsqueeze(-1)

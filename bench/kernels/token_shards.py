@@ -3,11 +3,12 @@
     python -m bench.kernels.token_shards STEM [--gpus 2] [--tokens 1048576] [--heads 32] [--size 128] [--rounds 5]
 
 starts a process a GPU and writes STEM.json and STEM.md, after each line too. Lines: CausalLinearDecay with a decay a head over
-`tokens`, NormalizedLinearAttention over a quarter of them (over ranks it runs in float32), forward, and forward with gradients,
-in bfloat16, one text. Ways: one GPU with the operator itself, and decay_over_ranks or normalized_over_ranks on 2, 4, ... GPUs,
-up to --gpus. Calls of PyTorch with autograd, as in training, timed by events behind an exchange that lines the ranks up; of
-ROUNDS the median of the slowest rank, ms; MiB that the call takes at most on a GPU beside its arguments. A way that does not
-fit is left out. First a short text is compared with the operator over all of it. --device cpu: over shared memory, to try it.
+`tokens`, NormalizedLinearAttention over a quarter of them (with gradients over ranks it runs in float32), forward, and forward
+with gradients, in bfloat16, one text. Ways: one GPU with the operator itself, and decay_over_ranks or normalized_over_ranks on
+2, 4, ... GPUs, up to --gpus. Calls of PyTorch with autograd, as in training, timed by events behind an exchange that lines the
+ranks up; of ROUNDS the median of the slowest rank, ms; MiB that the call takes at most on a GPU beside its arguments. A way
+that does not fit is left out. First a short text is compared with the operator over all of it. --device cpu: over shared
+memory, to try it.
 """
 
 import argparse

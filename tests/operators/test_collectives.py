@@ -70,6 +70,11 @@ def test_linear_attention_over_tokens_as_nodes(tmp_path):
             dict(key=torch.randn(1, 2, 3, 8)),
             "CausalLinearDecay: key has shape .1,2,3,8.: axis 2 of .B,Hk,N,R. is 3; expected 4",
         ),
+        (dict(log_decay=torch.zeros(1, 2, 4, 8)), "decay_over_ranks: log_decay has 4 axes; expected .Hv. or one of each token"),
+        (
+            {n: torch.randn(1, 2, 3 + (n != "key"), 8).half() for n in ("query", "key", "value")},
+            "CausalLinearDecay: key has shape .1,2,3,8.: axis 2 of .B,Hk,N,R. is 3; expected 4",
+        ),
         (dict(log_decay=torch.ones(2)), "Pass the logarithm, not the decay itself"),
         (dict(world=2), "AllGather: world is 2, but communicator 'world' has 1 ranks"),
         (dict(rank=torch.tensor([0]), key=torch.ones(1, 2, 4, 8, requires_grad=True)), "rank is given, .* no gradients"),

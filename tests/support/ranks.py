@@ -465,19 +465,24 @@ def token_shards(rank, world, id, seed, device="cpu"):
                 exact.append(decays[0].double() if kind == "head" else whole(decays, axis))
             exact = [x.requires_grad_() for x in exact]
             own = [pieces[rank].to(device, copy=True).requires_grad_() for pieces in asked]
+            apart = []  # outputs whose gradients are not looked at
             if kind == "normalized":
                 expected = reference.normalized_linear_attention(*exact, normalize_qk=1)[0]
                 found = normalized_over_ranks(*own)
+                with torch.no_grad():  # another way
+                    apart.append(normalized_over_ranks(*own))
             else:
                 decay = exact[3] if decays else None
                 expected, end = reference.causal_linear_decay(*exact[:3], decay, return_state=1, scale=0.3, layout=layout)[:2]
-                options = dict(scale=0.3, layout=layout, return_state=True)
-                found, state = decay_over_ranks(*own[:3], own[3] if decays else None, **options)
+                given, options = (*own[:3], own[3] if decays else None), dict(scale=0.3, layout=layout)
+                found, state = decay_over_ranks(*given, **options, return_state=True)
+                apart.append(found.detach())
+                found = decay_over_ranks(*given, **options)  # in 16 bits another way
                 worst = max(worst, float((state.cpu() - end).detach().abs().max() / (1e-5 + 1e-5 * end.detach().abs().max())))
             expected.backward(whole(outer, axis))
             found.backward(outer[rank].to(device))
             begin = sum(lens[:rank])
-            eps, checked = torch.finfo(dtype).eps, [(found.detach(), expected.detach())]
+            eps, checked = torch.finfo(dtype).eps, [(x, expected.detach()) for x in (found.detach(), *apart)]
             checked += [(x.grad, y.grad) for x, y in zip(own[:3], exact[:3])]
             if kind == "token":
                 checked.append((own[3].grad, exact[3].grad))
@@ -497,13 +502,19 @@ def token_shards(rank, world, id, seed, device="cpu"):
 
 
 def token_shards_as_nodes(rank, world, id, folder):
-    """An exported layer over a text that ranks share, one file for all, in ONNX Runtime: the largest difference to PyTorch's over
-    all of it."""
+    """Exported layers over a text that ranks share, one file for all, in ONNX Runtime: the largest difference to PyTorch's over
+    all of it, in 16 bits over the type's precision."""
     import onnxruntime
     import torch
 
     from leanfleet import ort_ops
-    from leanfleet.export import causal_linear_decay, decay_over_ranks, export
+    from leanfleet.export import (
+        causal_linear_decay,
+        decay_over_ranks,
+        export,
+        normalized_linear_attention,
+        normalized_over_ranks,
+    )
 
     torch.manual_seed(3)
     query, key, value = torch.randn(3, 1, 2, 9 * world, 8)
@@ -511,7 +522,10 @@ def token_shards_as_nodes(rank, world, id, folder):
 
     class Layer(torch.nn.Module):
         def forward(self, query, key, value, decay, rank):
-            return decay_over_ranks(query, key, value, decay, rank=rank, world=world)
+            whose = dict(rank=rank, world=world)
+            halves = decay_over_ranks(query.half(), key.half(), value.half(), decay, **whose)
+            normalized = normalized_over_ranks(query, key, value, **whose)
+            return decay_over_ranks(query, key, value, decay, **whose), normalized, halves.float()
 
     own = [x[:, :, 9 * rank : 9 * rank + 9].contiguous() for x in (query, key, value)]
     path = f"{folder}/layer.onnx"
@@ -526,7 +540,10 @@ def token_shards_as_nodes(rank, world, id, folder):
         settings = onnxruntime.SessionOptions()
         ort_ops.register(settings)
         session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {n: x.numpy() for n, x in zip(names, given)})
-    right = causal_linear_decay(query, key, value, decay)
-    right = right if isinstance(right, torch.Tensor) else right[0]
-    return float((torch.from_numpy(found) - right[:, :, 9 * rank : 9 * rank + 9]).abs().max())
+        found = session.run(None, {n: x.numpy() for n, x in zip(names, given)})
+    decayed = causal_linear_decay(query, key, value, decay)
+    right = decayed, normalized_linear_attention(query, key, value, normalize_qk=True)[0], decayed
+    off = [
+        float((torch.from_numpy(x) - y[:, :, 9 * rank : 9 * rank + 9]).abs().max()) for x, y in zip(found, right, strict=True)
+    ]
+    return max(*off[:2], off[2] * 2.0**-8 / float(decayed.abs().max()))
