@@ -1,8 +1,8 @@
 // The merge of LeanAttention's cut units by a launch of its own. The last contributor of a unit reads all parts of it alone, one
 // round of loads after the other: with many rows and parts that takes longer than the attention. Here all SMs share them.
 //
-// A CTA takes 128 columns of rows: of a unit of up to kWarps parts a row a warp, of others, unless rows are many, one row, of which each
-// warp has every kWarps-th part.
+// A CTA takes 128 columns of rows: of a unit of up to kWarps parts a row a warp, of others one row, of which each warp has every
+// kWarps-th part.
 #include <cuda_runtime.h>
 
 #include "lean_attention/device.cuh"
@@ -129,9 +129,7 @@ struct Merge {
     __syncthreads();
     const int rows = min32(args.group * args.tokens, args.plan.row_tile), slices = ceil_div(args.value_width, kColumns);
     const int of_many = rows * slices, of_few = ceil_div(rows, kWarps) * slices;  // items of a unit
-    // Where rows are many, a warp a row keeps all busy, and they need not wait for each other.
-    const int by_ctas = many.all * of_many <= static_cast<int>(gridDim.x) * kWarps ? many.all : 0;
-    const int all_of_many = by_ctas * of_many, items = all_of_many + (many.all + few.all - by_ctas) * of_few;
+    const int all_of_many = many.all * of_many, items = all_of_many + few.all * of_few;
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const bool by_all = item < all_of_many;
@@ -139,7 +137,7 @@ struct Merge {
       const int of_list = i / each, of_unit = i - of_list * each, block = of_unit / slices;
       const int d = (of_unit - block * slices) * kColumns + 4 * lane;
       if (by_all) merge_row<true>(of_list, block, d);
-      else merge_row<false>(by_ctas + of_list, block * kWarps + warp, d);
+      else merge_row<false>(many.all + of_list, block * kWarps + warp, d);
     }
     __syncthreads();  // the list has been read
   }
