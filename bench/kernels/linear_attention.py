@@ -20,7 +20,11 @@ chunk_gla, which has a decay of each key and gets that of the head repeated, com
 are compared with float64 before anything is timed. Where a tensor is too large for all contenders to hold theirs at once, each
 is alone. Their fla kernels are tuned over the configurations of 4 warps and 2 or 3 stages, unless --full-tuning is given, for
 which Triton compiles hundreds of kernels for each head size and type. --seconds is how long a sweep may take before fla is left
-out of its further lines.
+out of its further lines. --sizes takes some lines of a sweep alone, so that several GPUs of one machine can share it; then
+
+    python -m bench.kernels.linear_attention OUT --join ONE.json OTHER.json
+
+puts what they measured into one report. `short` are prompts of 500 to 2,000 tokens beside torch's flash and cuDNN SDPA.
 """
 
 import argparse
@@ -72,10 +76,13 @@ RANDOM_SHAPES = 200
 HEADS = [(4, 16, 4096, D) for D in (128, 64, 256, 32, 192, 96, 160)]
 LENGTHS = [(1, 32, N, 128) for N in (16384, *(1024 << i for i in range(10) if i != 4))]
 SWEPT = {"heads": HEADS, "lengths": LENGTHS}
+# The paper's batch of short prompts (004) at several head sizes.
+SHORT = [(8, 12, N, D) for D in (64, 96, 128) for N in (500, 1000, 2000)]
 SWEPT_TYPES = ("bfloat16", "float32")
 # {contender: (the order of its tensors' axes, the form of its scores x = q.k as `expected` reads it)}
 CONTENDERS = {
     "NormalizedLinearAttention": ("bhnd", "1 + x normalised"),
+    "NormalizedLinearAttention, unit rows": ("bhnd", "1 + x of unit rows normalised"),  # normalize_qk, as models train with it
     "CausalLinearDecay": ("bhnd", "x"),
     "CausalLinearDecay, decay": ("bhnd", "x decayed"),
     "chunk_linear_attn": ("bnhd", "x normalised"),
@@ -84,6 +91,8 @@ CONTENDERS = {
     "chunk_gla": ("bnhd", "x decayed"),
     "flash SDPA": ("bhnd", "softmax"),
 }
+SHORT_BESIDE = "NormalizedLinearAttention", "NormalizedLinearAttention, unit rows", "flash SDPA", "cuDNN SDPA"
+FORMS = CONTENDERS | {"cuDNN SDPA": CONTENDERS["flash SDPA"]}  # which is beside short prompts alone
 # (ours, a peer that computes the like)
 PAIRS = [
     ("NormalizedLinearAttention", "chunk_linear_attn"),
@@ -92,7 +101,7 @@ PAIRS = [
     ("CausalLinearDecay, decay", "chunk_gla"),
     ("NormalizedLinearAttention", "flash SDPA"),
 ]
-MOVED_BY = [n for n in CONTENDERS if n not in ("CausalLinearDecay", "chunk_simple_gla")]
+MOVED_BY = [n for n in CONTENDERS if n not in ("NormalizedLinearAttention, unit rows", "CausalLinearDecay", "chunk_simple_gla")]
 FLASH_TOKENS = 65536  # beyond, forward and backward take seconds
 TOGETHER = 2**28  # bytes of a tensor up to which all contenders' inputs, results and workspaces fit the GPU at once
 CHECKED = 4096  # tokens of a head that are compared with float64
@@ -325,9 +334,18 @@ def normalized32(args):
     yield from normalized_lines("normalized32", NORMALIZED32, torch.float32, args)
 
 
-def flash(q, k, v):
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+def softmax_by(backend):
+    """Causal softmax attention by one of torch's kernels."""
+
+    def attend(q, k, v):
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend
+
+
+flash, cudnn = softmax_by("FLASH_ATTENTION"), softmax_by("CUDNN_ATTENTION")
+SDPA = {"flash SDPA": flash, "cuDNN SDPA": cudnn}
 
 
 def both(function, q, k, v, grad):
@@ -403,13 +421,13 @@ def is_fla(name):
 
 
 def is_ours(name):
-    return not is_fla(name) and name != "flash SDPA"
+    return not is_fla(name) and name not in SDPA
 
 
 def function_of(name, log_decay, gate):
     """A contender as a function of query, key and value. gate: log_decay at every key dimension, for chunk_gla."""
-    if name == "flash SDPA":
-        return flash
+    if name in SDPA:
+        return SDPA[name]
     if is_fla(name):
         from fla.ops.gla import chunk_gla
         from fla.ops.linear_attn import chunk_linear_attn
@@ -425,6 +443,9 @@ def function_of(name, log_decay, gate):
 
     return {
         "NormalizedLinearAttention": lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0],
+        "NormalizedLinearAttention, unit rows": lambda q, k, v: torch_ops.normalized_linear_attention(
+            q, k, v, normalize_qk=True
+        )[0],
         "CausalLinearDecay": lambda q, k, v: torch_ops.causal_linear_decay(q, k, v),
         "CausalLinearDecay, decay": lambda q, k, v: torch_ops.causal_linear_decay(q, k, v, log_decay),
     }[name]
@@ -433,7 +454,7 @@ def function_of(name, log_decay, gate):
 def tensors_of(name, shape, dtype, drawn):
     """Query, key, value and gradient of the output in a contender's order of axes; drawn: those that others have, by order."""
     B, H, N, D = shape
-    layout = CONTENDERS[name][0]
+    layout = FORMS[name][0]
     if layout not in drawn:
         drawn[layout] = positive_operands((B, H, N, D) if layout == "bhnd" else (B, N, H, D), dtype)
     return drawn[layout]
@@ -451,6 +472,8 @@ def expected(form, q, k, v, log_decay):
     """The output by its definition, quadratic in the tokens; form: see CONTENDERS."""
     if form == "softmax":
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if "unit" in form:
+        q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
     scores = q @ k.mT
     if "1 +" in form:
         scores = 1 + scores
@@ -466,7 +489,7 @@ def expected(form, q, k, v, log_decay):
 def error_of(name, tensors, found, log_decay):
     """Largest error over the largest value in the last head's first tokens. found: the output, or the gradients of query, key
     and value; those of key and value need all later tokens, and are looked at only where all are."""
-    layout, form = CONTENDERS[name]
+    layout, form = FORMS[name]
 
     def head(tensor):
         return (tensor if layout == "bhnd" else tensor.transpose(1, 2))[-1:, -1:, :CHECKED].double()
@@ -525,12 +548,17 @@ def measure(wanted, shape, dtype, row, rounds):
         row["us"].setdefault(name, {})[way] = statistics.median(t)
 
 
+def empty_row(section, shape, kind):
+    """What `measure` fills."""
+    size = math.prod(shape) * getattr(torch, kind).itemsize
+    row = {"section": section, "case": title_of(*shape), "dtype": kind, "tokens": shape[2], "head_size": shape[3]}
+    return row | {"tensor_bytes": size, "us": {}, "bytes": {}, "errors": {}, "missing": {}}
+
+
 def sweep_line(section, shape, kind, fla, rounds):
     """One line of a sweep. kind: the type; fla: whether its kernels are timed too, or why not."""
-    dtype = getattr(torch, kind)
-    size = math.prod(shape) * dtype.itemsize
-    row = {"section": section, "case": title_of(*shape), "dtype": kind, "tokens": shape[2], "head_size": shape[3]}
-    row |= {"tensor_bytes": size, "us": {}, "bytes": {}, "errors": {}, "missing": {}}
+    dtype, row = getattr(torch, kind), empty_row(section, shape, kind)
+    size = row["tensor_bytes"]
     names = [n for n in CONTENDERS if n != "flash SDPA" or kind == "bfloat16" and shape[2] <= FLASH_TOKENS]
     if fla is not True:
         row["missing"] = {n: {"both": fla} for n in names if is_fla(n) and fla}
@@ -546,10 +574,20 @@ def sweep_line(section, shape, kind, fla, rounds):
     return row
 
 
+def size_of(section, shape):
+    """What a sweep's lines differ in."""
+    return shape[3] if section == "heads" else shape[2]
+
+
+def swept(section, sizes):
+    """The shapes of a sweep; sizes: of those alone, None for all."""
+    return [shape for shape in SWEPT[section] if sizes is None or size_of(section, shape) in sizes]
+
+
 def sweep(section, args):
     until = time.monotonic() + args.seconds
     with quick_tuning(args.fla and not args.full_tuning):
-        for shape in SWEPT[section]:
+        for shape in swept(section, args.sizes):
             for kind in SWEPT_TYPES:
                 fla = args.fla and (time.monotonic() < until or "the sweep's seconds were up")
                 yield sweep_line(section, shape, kind, fla, args.rounds)
@@ -561,6 +599,15 @@ def heads(args):
 
 def lengths(args):
     yield from sweep("lengths", args)
+
+
+def short(args):
+    """Forward and backward of short prompts, bfloat16, beside the softmax kernels of torch."""
+    for shape in SHORT:
+        row = empty_row("short", shape, "bfloat16")
+        measure([(n, way) for n in SHORT_BESIDE for way in ("forward", "both")], shape, torch.bfloat16, row, args.rounds)
+        print("short", row["case"], row["us"], row["missing"], flush=True)
+        yield row
 
 
 # What moves
@@ -782,6 +829,19 @@ def left_out(missing):
         yield from (f"- {name}: {', '.join(labels)} ({why})" for (name, why), labels in found.items())
 
 
+def short_table(rows):
+    head = f"| case | {' | '.join(SHORT_BESIDE)} | fastest peer over {SHORT_BESIDE[0]} |"
+    for number, way in enumerate(("forward", "backward")):
+        yield from [""] * min(number, 1)
+        yield from (f"## Short prompts, {rows[0]['dtype']}, {way}", "", head, "|---" * (2 + len(SHORT_BESIDE)) + "|")
+        for r in rows:
+            us = {n: part(r, n, way) for n in SHORT_BESIDE}
+            fastest, own = min((t for n, t in us.items() if n in SDPA and t), default=None), us[SHORT_BESIDE[0]]
+            cells = [r["case"], *("" if t is None else f"{t:.1f}" for t in us.values())]
+            yield "| " + " | ".join([*cells, f"{fastest / own:.2f}" if own and fastest else ""]) + " |"
+    yield from left_out({r["case"]: r["missing"] for r in rows})
+
+
 def sweep_table(rows):
     """A sweep's lines by type: times forward and backward, how they compare, and memory."""
     section = rows[0]["section"]
@@ -815,7 +875,14 @@ def sweep_table(rows):
         yield from ("", f"Not measured: {', '.join(absent)}.") if absent else ()
 
 
-PARTS = {"crossing": crossing_table, "memory": memory_table, "moved": moved_table, "heads": sweep_table, "lengths": sweep_table}
+PARTS = {
+    "crossing": crossing_table,
+    "memory": memory_table,
+    "moved": moved_table,
+    "short": short_table,
+    "heads": sweep_table,
+    "lengths": sweep_table,
+}
 
 
 def table(report):
@@ -873,6 +940,33 @@ def table(report):
     return "\n".join(lines)
 
 
+FACTS = "device", "torch", "cuda", "rounds", "fla_float32_products", "fla_tuning_of_sweeps"  # the same in reports to be joined
+
+
+def joined(reports):
+    """One report of those that GPUs of one machine measured at once: their rows, the lines of each sweep in its order."""
+    first, *others = reports
+    for other in others:
+        if found := [f"{n} {other[n]!r} for {first[n]!r}" for n in FACTS if other[n] != first[n]]:
+            raise SystemExit(f"linear_attention: these reports do not belong together: {'; '.join(found)}")
+    rows = [row for report in reports for row in report["rows"]]
+    names = [(r["section"], r["case"], r.get("dtype")) for r in rows]
+    if twice := sorted({" ".join(filter(None, n)) for n in names if names.count(n) > 1}):
+        raise SystemExit(f"linear_attention: these lines are there twice: {'; '.join(twice)}")
+    sections = [*SWEPT, *(n for n in dict.fromkeys(r["section"] for r in rows) if n not in SWEPT)]
+
+    def place(row):
+        cases = [title_of(*shape) for shape in SWEPT.get(row["section"], ())]
+        return sections.index(row["section"]), cases.index(row["case"]) if cases else 0
+
+    return first | {"rows": sorted(rows, key=place)}
+
+
+def write(out, report):
+    Path(out).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    Path(out).with_suffix(".md").write_text(table(report))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
@@ -882,6 +976,10 @@ def main():
     parser.add_argument("--no-fla", dest="fla", action="store_false")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=math.inf, help="a sweep's, after which fla is left out of its lines")
+    parser.add_argument(
+        "--sizes", type=lambda text: {int(n) for n in text.split(",")}, help="heads, lengths: head sizes or tokens; others not"
+    )
+    parser.add_argument("--join", nargs="+", type=Path, metavar="JSON", help="measure nothing; put these reports together")
     parser.add_argument("--add", action="store_true", help="keeps the other sections that OUT.json has")
     parser.add_argument("--full-tuning", action="store_true", help="heads, lengths: of fla's kernels, which takes an hour")
     parser.add_argument("--auto-rounds", type=int, default=9)
@@ -891,6 +989,8 @@ def main():
     torch.manual_seed(0)
     if args.once:
         return once(args.once)
+    if args.join:
+        return write(args.out, joined([json.loads(path.read_text()) for path in args.join]))
     word = torch.zeros(1, device=DEVICE)
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
     report = {
@@ -913,8 +1013,7 @@ def main():
         for row in globals()[name](args):  # what is measured is kept where the rest is not
             report["rows"].append(row)
             torch.cuda.empty_cache()
-            Path(args.out).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-            Path(args.out).with_suffix(".md").write_text(table(report))
+            write(args.out, report)
 
 
 if __name__ == "__main__":

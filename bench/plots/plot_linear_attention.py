@@ -180,6 +180,7 @@ CONTENDERS = {
     "chunk_simple_gla, decay": ("fla chunk_simple_gla", plotting.AMBER),
     "chunk_gla": ("fla chunk_gla", plotting.PURPLE),
     "flash SDPA": ("flash SDPA", plotting.GREY),
+    "NormalizedLinearAttention, unit rows": ("NormalizedLinearAttention, unit rows", plotting.INK),
 }
 # (ours, the fla kernel that computes the like) of these
 PAIRS = [pair for pair in linear_attention.PAIRS if CONTENDERS.keys() >= {*pair} and pair[1] != "flash SDPA"]

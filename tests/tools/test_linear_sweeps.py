@@ -89,7 +89,7 @@ def test_what_is_wrong_or_fails_has_a_reason_and_no_time(on_the_cpu, monkeypatch
 
     monkeypatch.setattr(BENCH, "function_of", some)
     row = BENCH.sweep_line("heads", (1, 2, 300, 16), "bfloat16", "the sweep's seconds were up", 5)
-    assert list(row["us"]) == ["NormalizedLinearAttention", "flash SDPA"]
+    assert list(row["us"]) == ["NormalizedLinearAttention", "NormalizedLinearAttention, unit rows", "flash SDPA"]
     assert row["missing"]["CausalLinearDecay"] == {"forward": "out of memory", "both": "out of memory"}
     assert all("off float64" in why for why in row["missing"]["CausalLinearDecay, decay"].values())
     assert all(row["missing"][n] == {"both": "the sweep's seconds were up"} for n in FLA)
@@ -101,7 +101,7 @@ def test_fla_is_left_out_when_the_seconds_are_up(monkeypatch):
     monkeypatch.setattr(BENCH, "quick_tuning", lambda wanted: pytest.MonkeyPatch.context())
     now = iter(range(100))
     monkeypatch.setattr(BENCH, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    args = SimpleNamespace(fla=True, full_tuning=False, rounds=5, seconds=3)
+    args = SimpleNamespace(fla=True, full_tuning=False, rounds=5, seconds=3, sizes=None)
     assert len(list(BENCH.heads(args))) == len(told) == 14
     assert [fla is True for *_, fla in told] == [True, True] + [False] * 12
     assert {(shape[3], kind) for shape, kind, _ in told} == {
@@ -111,6 +111,26 @@ def test_fla_is_left_out_when_the_seconds_are_up(monkeypatch):
     args.fla = False
     assert len(list(BENCH.lengths(args))) == 20 and not any(fla for *_, fla in told)
     assert sorted({shape[2] for shape, *_ in told}) == [1024 << i for i in range(10)]
+    told.clear()
+    args.sizes = {64, 256, 4096}
+    assert len(list(BENCH.heads(args))) == 4 and {shape[3] for shape, *_ in told} == {64, 256}
+
+
+def test_short_prompts(on_the_cpu, monkeypatch):
+    """Beside both softmax kernels; the table sets ours beside the faster one."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    for name in BENCH.SDPA:
+        monkeypatch.setitem(BENCH.SDPA, name, lambda q, k, v: plain(q, k, v, is_causal=True))
+    monkeypatch.setattr(BENCH, "SHORT", [(1, 2, 50, D) for D in (8, 16)])
+    rows = list(BENCH.short(SimpleNamespace(rounds=5)))
+    wanted = [(n, way) for n in BENCH.SHORT_BESIDE for way in ("forward", "both")]
+    assert on_the_cpu == [(wanted, rounds) for _ in rows for rounds in (1, 5)] and not any(r["missing"] for r in rows)
+    rows[1]["us"]["cuDNN SDPA"], rows[1]["missing"] = {}, {"cuDNN SDPA": {"both": "none of it"}}
+    lines = list(BENCH.short_table(rows))
+    assert lines[2].endswith("| flash SDPA | cuDNN SDPA | fastest peer over NormalizedLinearAttention |")
+    assert lines[4:6] == ["| B1 H2 N50 D8 | 1.0 | 3.0 | 5.0 | 7.0 | 5.00 |", "| B1 H2 N50 D16 | 1.0 | 3.0 | 5.0 |  | 5.00 |"]
+    assert lines[11:13] == ["| B1 H2 N50 D8 | 1.0 | 1.0 | 1.0 | 1.0 | 1.00 |", "| B1 H2 N50 D16 | 1.0 | 1.0 | 1.0 |  | 1.00 |"]
+    assert lines[-1] == "- cuDNN SDPA: B1 H2 N50 D16 (none of it)"
 
 
 def test_what_is_measured_is_kept(on_the_cpu, monkeypatch, tmp_path):
@@ -143,6 +163,34 @@ def test_what_is_measured_is_kept(on_the_cpu, monkeypatch, tmp_path):
         main("--only", "lengths", "--add")
     assert told() == [*heads, ("lengths", "B1 H2 N20 D8", "bfloat16")]
     assert "Not measured: B1 H2 N30 D8." in (tmp_path / "x.md").read_text()
+
+
+def test_reports_of_parts_of_a_sweep_are_joined(report, monkeypatch, tmp_path):
+    sections = {section: [r for r in report["rows"] if r["section"] == section] for section in ("lengths", "heads", "moved")}
+    parts = [
+        sections["moved"] + [r for r in sections["heads"] if r["head_size"] < 128],
+        sections["lengths"],
+        [r for r in sections["heads"] if r["head_size"] >= 128],
+    ]
+    paths = [tmp_path / f"{i}.json" for i in range(3)]
+    for path, rows in zip(paths, parts, strict=True):
+        path.write_text(json.dumps({**report, "rows": rows}))
+
+    def join(*files):
+        monkeypatch.setattr(sys, "argv", ["linear_attention", str(tmp_path / "all"), "--join", *map(str, files)])
+        BENCH.main()
+
+    join(*paths)
+    assert json.loads((tmp_path / "all.json").read_text()) == {
+        **report,
+        "rows": sections["heads"] + sections["lengths"] + sections["moved"],
+    }
+    assert (tmp_path / "all.md").read_text() == BENCH.table(json.loads((tmp_path / "all.json").read_text()))
+    with pytest.raises(SystemExit, match="there twice: heads B4 H16 N4096 D128 bfloat16; heads B4"):
+        join(*paths, paths[2])
+    paths[1].write_text(json.dumps({**report, "device": "another", "rows": []}))
+    with pytest.raises(SystemExit, match="do not belong together: device 'another' for 'NVIDIA H100"):
+        join(*paths)
 
 
 def test_quick_tuning_leaves_the_tuners_as_they_were(monkeypatch):
@@ -215,8 +263,8 @@ def test_moved_asks_for_each_contender_once(monkeypatch):
 
 # A made-up report
 
-FACTORS = dict(zip(BENCH.CONTENDERS, (1.0, 0.9, 0.95, 4.0, 2.0, 2.5, 5.0, 3.0)))
-MEMORY = dict(zip(BENCH.CONTENDERS, (4.1, 4.0, 4.0, 15, 12, 12, 22, 8)))
+FACTORS = dict(zip(BENCH.CONTENDERS, (1.0, 1.1, 0.9, 0.95, 4.0, 2.0, 2.5, 5.0, 3.0), strict=True))
+MEMORY = dict(zip(BENCH.CONTENDERS, (4.1, 4.2, 4.0, 4.0, 15, 12, 12, 22, 8), strict=True))
 
 
 def sweep_row(section, shape, kind):
@@ -272,7 +320,7 @@ def test_table_of_the_sweeps(report):
     assert [int(line.split("|")[1]) for line in lines[at + 4 : at + 14]] == [1024 << i for i in range(10)]
     assert "- chunk_gla: 262144, 524288 (out of memory)" in lines
     at = lines.index("## lengths: B1 H32 D128, float32, allocated by forward and backward, in tensors of [B,H,N,D]")
-    assert lines[at + 13] == "| 524288 | 4.10 | 4.00 | 4.00 |  |  |  |  |"
+    assert lines[at + 13] == "| 524288 | 4.10 | 4.20 | 4.00 | 4.00 |  |  |  |  |"
     assert not re.search("\n\n\n", "\n".join(lines))
 
 
