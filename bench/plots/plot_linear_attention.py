@@ -372,7 +372,7 @@ PICTURES = {
 def draw(report, folder, tag):
     """Draws what the report has the sections for; returns the files."""
     sections = {r["section"] for r in report["rows"]}
-    wanted = {} if sections <= {"heads", "lengths", "moved"} else dict(PICTURES)
+    wanted = {} if sections <= {"heads", "lengths", "moved", "short"} else dict(PICTURES)
     wanted |= {name: make for name, (make, there) in SWEEPS.items() if there(report)}
     files = {folder / f"{name}_{tag}.svg": make for name, make in wanted.items()}
     for path, make in files.items():

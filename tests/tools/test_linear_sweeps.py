@@ -356,7 +356,7 @@ def test_plots_are_of_what_is_there(report, tmp_path, monkeypatch):
     kept = {name: (lambda r, path: drawn.append(path.stem), there) for name, (_, there) in PLOTS.SWEEPS.items()}
     monkeypatch.setattr(PLOTS, "SWEEPS", kept)
     monkeypatch.setattr(PLOTS, "PICTURES", {"old": lambda r, path: drawn.append(path.stem)})
-    some = {**report, "rows": [r for r in report["rows"] if r["section"] == "heads"]}
+    some = {**report, "rows": [r for r in report["rows"] if r["section"] == "heads"] + [{"section": "short"}]}
     PLOTS.draw(some, tmp_path, "x")
     assert drawn == ["linear_heads_x"]
     drawn.clear()
