@@ -10,6 +10,7 @@ import torch
 from leanfleet import ort_ops
 from leanfleet.export import LinearAttention, export, reference
 from leanfleet.export.linear_attention import attention, register_transformers, rotary
+from support.decoders import make, prompts
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +231,27 @@ def test_rotary_of_batched_positions():
     batched = rotary(x, offsets[:, None] + torch.arange(4))
     for b in range(2):
         assert torch.allclose(batched[b], rotary(x[b : b + 1], offsets[b] + torch.arange(4))[0], atol=1e-6)
+
+
+def test_a_transformers_model_trains_under_autocast_and_with_activations_computed_again():
+    """Rotary encoding leaves queries and keys in float32 there, and values in bfloat16."""
+    model = make("llama").train()
+    model.set_attn_implementation(register_transformers())
+    tokens = torch.tensor(prompts(20, 20))
+
+    def gradients():
+        model.zero_grad()
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    exact, wanted = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low, found = gradients()
+    assert abs(low - exact) < 0.01 * exact
+    errors = {name: ((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted}
+    assert max(errors.values()) < 0.1, errors
+    model.gradient_checkpointing_enable()
+    again, found = gradients()
+    assert again == exact
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
