@@ -118,6 +118,7 @@ MEASUREMENTS = (
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),
 )
 LEFT = {
+    "host_cost_cpu_epyc": "of an AMD EPYC: kernels.host_cost --out OUT",
     "host_cost_h100": "of an H100: kernels.host_cost --device cuda --out OUT",
     "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
     "collectives_h100": "needs four GPUs: kernels.collectives OUT --gpus 4",

@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear_methods_h200": methods,
     "linear_sweeps_h100": of("linear_sweeps_h100", linear_attention.table),
     "host_cost_cpu": of("host_cost_cpu", host_cost.table),
+    "host_cost_cpu_epyc": of("host_cost_cpu_epyc", host_cost.table),
     "host_cost_h100": of("host_cost_h100", host_cost.table),
     "hybrids_cpu": of("hybrids_cpu", hybrids.table),
     "linearise_cpu": of("linearise_cpu", linearise.table),

@@ -139,9 +139,9 @@ def main():
     rows = [{**row, "way": ""} for row in in_a_process(args.calls, "", args.device)]
     rows += [{**row, "way": way} for way in WAYS for row in in_a_process(args.calls, way, args.device)]
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-    report = {"torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
+    report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
     if args.device == "cuda":
-        report |= {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+        report["device"] = torch.cuda.get_device_name()
     out.write_text(json.dumps(report, indent=1) + "\n")
     out.with_suffix(".md").write_text(table(report))
     print(table(report))
