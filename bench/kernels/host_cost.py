@@ -139,9 +139,10 @@ def main():
     rows = [{**row, "way": ""} for row in in_a_process(args.calls, "", args.device)]
     rows += [{**row, "way": way} for way in WAYS for row in in_a_process(args.calls, way, args.device)]
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
-    report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
+    report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "cpu": cpu, "calls": args.calls}
     if args.device == "cuda":
         report["device"] = torch.cuda.get_device_name()
+    report["rows"] = rows
     out.write_text(json.dumps(report, indent=1) + "\n")
     out.with_suffix(".md").write_text(table(report))
     print(table(report))
