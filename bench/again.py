@@ -84,6 +84,7 @@ MEASUREMENTS = (
         ("kernels.lean_attention OUT --only prompt,drawn_prompts --peers sdpa,cudnn,fa3 --seed SEED",),
     ),
     Measurement("linear_attention_h200", GPU, ("kernels.linear_attention STEM",), ("in full float32",)),
+    Measurement("linear_sweeps_h200", GPU, ("kernels.linear_attention STEM --only heads,lengths,short",)),
     Measurement("linear_attention_auto_h200", GPU, ("kernels.linear_attention STEM --only auto",)),
     Measurement("one_segment_h200", GPU, ("kernels.one_segment OUT --seed SEED",)),
     Measurement("one_segment_fit_h200", GPU, ("kernels.one_segment OUT --seed SEED --shapes 220",)),
@@ -94,6 +95,11 @@ MEASUREMENTS = (
     Measurement("ort_cuda_h200", GPU, ("kernels.ort_cuda --out OUT",)),
     Measurement("ort_cuda_quantised_h200", GPU, ("kernels.ort_cuda --quantised --out OUT",)),
     Measurement("sample_tokens_h200", GPU, ("kernels.sample_tokens STEM --rounds 20 --random 0",), ("beside FlashInfer",)),
+    Measurement(
+        "decoder_methods_h200",
+        GPU,
+        ("models.decoder_methods --device cuda --load bench/kernels/triton_baselines.py --limit 12 --out OUT",),
+    ),
     Measurement("end_to_end_h200", GPU, ("models.end_to_end --energy --out OUT",)),
     linear_decoder("retnet", 24),
     linear_decoder("minimax", 2),
@@ -119,8 +125,8 @@ MEASUREMENTS = (
 )
 LEFT = {
     "host_cost_cpu_epyc": "of an AMD EPYC: kernels.host_cost --out OUT",
-    "host_cost_h100": "of an H100: kernels.host_cost --device cuda --out OUT",
-    "linear_sweeps_h100": "of an H100: kernels.linear_attention OUT --only lengths,heads,moved --seconds 110",
+    "host_cost_h200": "after python -m leanfleet.export.torch_autograd: kernels.host_cost --device cuda --out OUT",
+    "linear_moved_h100": "of an H100: kernels.linear_attention STEM --only moved",
     "collectives_h100": "needs four GPUs: kernels.collectives OUT --gpus 4",
     "collectives_h200": "needs two GPUs: kernels.collectives OUT --rounds 20",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel OUT --seed 262946552 --rounds 31",
@@ -157,9 +163,12 @@ LEFT = {
     "speculate_cpu": "needs a folder that leanfleet export --serve wrote: models.speculate",
     "train_parity_h200": "an hour of training: models.train_parity train",
     "train_parity_onnxruntime_h200": "needs the checkpoint of that training: models.train_parity validate",
-    "train_speed_h100": "of an H100: models.train_parity speed --out OUT, after python -m leanfleet.export.torch_autograd",
+    "train_speed_h200": (
+        "after python -m leanfleet.export.torch_autograd: models.train_parity speed --out OUT --graph --profile --rounds 5"
+    ),
     "train_scale_h200": (
-        "needs two GPUs: models.train_scale train OUT --ways ours,softmax,fla --gpus 2 --batch-tokens 131072, then validate"
+        "needs two GPUs: models.train_scale train OUT --ways ours,softmax,fla --gpus 2 --batch-tokens 131072, then validate; "
+        "then the same with --ways ours-gated,simple-gla --like OUT, and add"
     ),
     "train_scale_speed_h200": "needs two GPUs: models.train_scale speed OUT --gpus 2 --warm 4 --timed 8",
     "genai_h200": "needs onnxruntime-genai-cuda: models.vllm genai",

@@ -35,11 +35,12 @@ def draw(folder: Path) -> list[Path]:
         for picture, make in module.PICTURES.items():
             made.append(folder / f"{picture}_h200.svg")
             make(report, made[-1])
-    (report,) = read("linear_sweeps_h100.json")
-    made += plot_linear_attention.draw(report, folder, "h100")
+    for name, tag in (("linear_sweeps_h200", "h200"), ("linear_moved_h100", "h100")):
+        (report,) = read(f"{name}.json")
+        made += plot_linear_attention.draw(report, folder, tag)
     for name, make in (
         ("train_parity_h200", plot_training.parity),
-        ("train_speed_h100", plot_training.speed),
+        ("train_speed_h200", plot_training.speed),
         ("train_scale_h200", plot_training.scale),
         ("train_scale_speed_h200", plot_training.scale_speed),
     ):

@@ -1,7 +1,7 @@
 """Plots of the training runs, from the JSON that train_parity.py and train_scale.py write. They need matplotlib.
 
 python -m bench.plots.plot_training parity bench/results/train_parity_h200.json OUT.svg
-python -m bench.plots.plot_training speed bench/results/train_speed_h100.json OUT.svg
+python -m bench.plots.plot_training speed bench/results/train_speed_h200.json OUT.svg
 python -m bench.plots.plot_training scale SCALE.json OUT.svg              of train_scale train
 python -m bench.plots.plot_training scale_speed SPEED.json OUT.svg        of train_scale speed
 """
@@ -105,6 +105,11 @@ def parity(result, out):
         figure.legend(loc="outside lower center", ncols=len(judge))
 
 
+def apart(result):
+    """By how much the rounds of a row differ at most, as a share of their median."""
+    return max((max(r["rounds"]) - min(r["rounds"])) / r["tokens_per_second"] for r in result["rows"] if "rounds" in r)
+
+
 def speed(result, out):
     """How fast does a small model train with each attention?"""
     groups, ratios = {}, {}
@@ -129,8 +134,8 @@ def speed(result, out):
 
     title = f"A small model trains at {compared(None)}"
     note = (
-        f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians. In a "
-        "model this small the host takes most of the time."
+        f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians of rounds "
+        f"that differ by up to {apart(result):.0%}. In a model this small the host takes most of the time."
     )
     for mode in ratios.keys() - {None}:
         title += f"; with each step a {mode} at {compared(mode)}"
