@@ -102,11 +102,11 @@ def test_a_method_that_would_take_minutes_is_not_called(small, one_more_method):
 
     def by_token(query, key, value, log_decay):
         seen.append(query.shape[2])
-        time.sleep(query.shape[2] * 1e-3)
+        time.sleep(query.shape[2] * 5e-3)
         return bench.causal_linear_decoder(query, key, value, log_decay)
 
     one_more_method("by_token", by_token)
-    rows = measured(["by_token", "auto"], SCRIPT.Budget(limit=3.0), tokens=4096)
+    rows = measured(["by_token", "auto"], SCRIPT.Budget(limit=15.0), tokens=4096)  # far from what a busy machine takes for auto
     assert rows["by_token"]["status"] == "left out" and "s a call are expected" in rows["by_token"]["reason"]
     assert max(seen) < 4096 and rows["auto"]["status"] == "ok"
 
