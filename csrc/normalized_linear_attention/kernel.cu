@@ -48,35 +48,45 @@ bool parts_aligned(const void* data, const Strides& strides, int64_t width) {
          aligned(strides.token) && aligned(width);
 }
 
-// Such a row in the registers of some lanes, up to 256 columns. CTAs: (batch row and head, tokens).
-constexpr int kRowLanes = 8, kBlockRows = kThreads / kRowLanes, kMaxRowWidth = 256;
+// Such a row in the registers of as many lanes as its width needs, a part of 16 bytes a lane (two in float32), up to 256 columns.
+// CTAs: (batch row and head, tokens).
+constexpr int kMaxRowWidth = 256;
 template <class T>
 struct RowParts {
-  static constexpr int kElements = 16 / sizeof(T), kParts = kMaxRowWidth / (kRowLanes * kElements);
+  static constexpr int kElements = 16 / sizeof(T), kParts = kMaxRowWidth / (32 * kElements);
   uint4 parts[kParts];
 
-  static __device__ __forceinline__ int column(int part) {
-    return (part * kRowLanes + static_cast<int>(threadIdx.x) % kRowLanes) * kElements;
-  }
-  // From where a row is, or 0.
-  __device__ __forceinline__ void load(const T* row, bool there, int width) {
+  // From where a row is, or 0. lanes: of the row; lane: among them.
+  __device__ __forceinline__ void load(const T* row, bool there, int width, int lane, int lanes) {
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
+      const int column = (p * lanes + lane) * kElements;
       parts[p] = make_uint4(0, 0, 0, 0);
-      if (there && column(p) < width) parts[p] = *reinterpret_cast<const uint4*>(row + column(p));
+      if (there && column < width) parts[p] = *reinterpret_cast<const uint4*>(row + column);
     }
   }
   __device__ __forceinline__ float at(int part, int element) const {
     return static_cast<float>(reinterpret_cast<const T*>(&parts[part])[element]);
   }
 };
+// How many lanes a row has, a power of two.
+template <class T>
+int row_lanes_bits(int64_t width) {
+  int bits = 0;
+  while (bits < 5 && (width > static_cast<int64_t>(RowParts<T>::kElements) << bits)) ++bits;
+  return bits;
+}
 struct BlockRow {
   unsigned of_head;
   int64_t token;
+  int lane;
 };
-__device__ __forceinline__ BlockRow block_row(unsigned token_blocks) {
+// lanes_bits: of a row; rows: how many of them each of its lanes takes, a CTA's rows apart.
+__device__ __forceinline__ BlockRow block_row(unsigned token_blocks, int lanes_bits, int rows = 1) {
+  const int tid = static_cast<int>(threadIdx.x);
   return {blockIdx.x / token_blocks,
-          static_cast<int64_t>(blockIdx.x % token_blocks) * kBlockRows + static_cast<int>(threadIdx.x) / kRowLanes};
+          static_cast<int64_t>(blockIdx.x % token_blocks) * (rows * (kThreads >> lanes_bits)) + (tid >> lanes_bits),
+          tid & ((1 << lanes_bits) - 1)};
 }
 
 // Rows of query and of key that one launch takes, those of query first.
@@ -93,8 +103,8 @@ struct QueryAndKey {
   }
 };
 // 0: too many for a launch.
-int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
-  const int64_t blocks = ceil_div(tokens, kBlockRows);
+int64_t token_blocks_of(int64_t of_heads, int64_t tokens, int64_t block_tokens) {
+  const int64_t blocks = ceil_div(tokens, block_tokens);
   return blocks * of_heads <= INT32_MAX ? blocks : 0;
 }
 
@@ -105,41 +115,48 @@ struct UnitRows {
   int64_t heads;
   float* out;  // [B,heads,N]
 };
+constexpr int kUnitRows = 2;  // a group of lanes, all loads on their way at once
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     UnitFactorOfAlignedKernel(const __grid_constant__ QueryAndKey<UnitRows> both, unsigned query_heads, int64_t tokens,
-                              int width, unsigned token_blocks) {
-  BlockRow at = block_row(token_blocks);
+                              int width, unsigned token_blocks, int lanes_bits) {
+  BlockRow at = block_row(token_blocks, lanes_bits, kUnitRows);
   const UnitRows& of = both.of(at.of_head, query_heads);
-  const bool there = at.token < tokens;
   const unsigned heads = static_cast<unsigned>(of.heads);
-  RowParts<T> row;
-  row.load(static_cast<const T*>(of.x) + offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides), there,
-           width);
-  float top = 0.0f;
+  const int lanes = 1 << lanes_bits;
+  const T* const x = static_cast<const T*>(of.x) + offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides);
+  const int64_t apart = kThreads >> lanes_bits;
+  RowParts<T> rows[kUnitRows];
 #pragma unroll
-  for (int p = 0; p < RowParts<T>::kParts; ++p)
+  for (int r = 0; r < kUnitRows; ++r)
+    rows[r].load(x + r * apart * of.strides.token, at.token + r * apart < tokens, width, at.lane, lanes);
 #pragma unroll
-    for (int i = 0; i < RowParts<T>::kElements; ++i) top = fmaxf(top, fabsf(row.at(p, i)));
+  for (int r = 0; r < kUnitRows; ++r) {
+    const RowParts<T>& row = rows[r];
+    float top = 0.0f;
 #pragma unroll
-  for (int offset = kRowLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-  // Scaled by a power of two, so that squares neither overflow nor vanish.
-  int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
-  exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
-  const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-  float sum = 0.0f;
+    for (int p = 0; p < RowParts<T>::kParts; ++p)
 #pragma unroll
-  for (int p = 0; p < RowParts<T>::kParts; ++p)
+      for (int i = 0; i < RowParts<T>::kElements; ++i) top = fmaxf(top, fabsf(row.at(p, i)));
+    for (int offset = lanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    // Scaled by a power of two, so that squares neither overflow nor vanish.
+    int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
+    exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+    const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < RowParts<T>::kElements; ++i) {
-      const float scaled = row.at(p, i) * scale;
-      sum += scaled * scaled;
-    }
+    for (int p = 0; p < RowParts<T>::kParts; ++p)
 #pragma unroll
-  for (int offset = kRowLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  const float norm = sqrtf(sum) / scale;
-  if (there && threadIdx.x % kRowLanes == 0)
-    of.out[static_cast<int64_t>(at.of_head) * tokens + at.token] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+      for (int i = 0; i < RowParts<T>::kElements; ++i) {
+        const float scaled = row.at(p, i) * scale;
+        sum += scaled * scaled;
+      }
+    for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    const float norm = sqrtf(sum) * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    if (at.lane == 0 && at.token + r * apart < tokens)
+      of.out[static_cast<int64_t>(at.of_head) * tokens + at.token + r * apart] =
+          1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+  }
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -284,17 +301,18 @@ __device__ __forceinline__ float2 projection_of(const ProjectedRows& of, const f
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     ProjectAlignedKernel(const __grid_constant__ QueryAndKey<ProjectedRows> both, unsigned query_heads, int64_t batch,
-                         int64_t tokens, int width, unsigned token_blocks, const float* times) {
+                         int64_t tokens, int width, unsigned token_blocks, int lanes_bits, const float* times) {
   using Parts = RowParts<T>;
-  BlockRow at = block_row(token_blocks);
+  BlockRow at = block_row(token_blocks, lanes_bits);
   const ProjectedRows& of = both.of(at.of_head, query_heads);
   if (at.token >= tokens) return;
   const unsigned heads = static_cast<unsigned>(of.heads);
   const int64_t offset = offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides);
+  const int lanes = 1 << lanes_bits;
   T* const grad = static_cast<T*>(of.grad) + offset;
   Parts row, to;
-  row.load(static_cast<const T*>(of.x) + offset, true, width);
-  to.load(grad, true, width);
+  row.load(static_cast<const T*>(of.x) + offset, true, width, at.lane, lanes);
+  to.load(grad, true, width, at.lane, lanes);
   const int64_t index = static_cast<int64_t>(at.of_head) * tokens + at.token;
   const float2 by = projection_of(of, times, index, batch * of.heads * tokens);
 #pragma unroll
@@ -302,7 +320,8 @@ __global__ void __launch_bounds__(kThreads)
     alignas(16) T result[Parts::kElements];
 #pragma unroll
     for (int i = 0; i < Parts::kElements; ++i) result[i] = static_cast<T>(by.x * (to.at(p, i) - by.y * row.at(p, i)));
-    if (Parts::column(p) < width) *reinterpret_cast<uint4*>(grad + Parts::column(p)) = *reinterpret_cast<const uint4*>(result);
+    const int column = (p * lanes + at.lane) * Parts::kElements;
+    if (column < width) *reinterpret_cast<uint4*>(grad + column) = *reinterpret_cast<const uint4*>(result);
   }
 }
 template <class T>
@@ -322,14 +341,16 @@ __global__ void __launch_bounds__(kThreads) ProjectKernel(const __grid_constant_
 
 template <class T>
 int project(const QueryAndKey<ProjectedRows>& both, const Inputs& in, const float* times, cudaStream_t stream) {
-  const int64_t of_heads = in.batch * (in.heads + in.kv_heads), token_blocks = token_blocks_of(of_heads, in.tokens);
+  const int64_t of_heads = in.batch * (in.heads + in.kv_heads);
+  const int lanes_bits = row_lanes_bits<T>(in.dim);
+  const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, kThreads >> lanes_bits);
   bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
   for (const ProjectedRows* of : {&both.query, &both.key})
     aligned = aligned && parts_aligned<T>(of->x, of->strides, in.dim) && parts_aligned<T>(of->grad, of->strides, in.dim);
   if (aligned)
     ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
         both, static_cast<unsigned>(in.batch * in.heads), in.batch, in.tokens, static_cast<int>(in.dim),
-        static_cast<unsigned>(token_blocks), times);
+        static_cast<unsigned>(token_blocks), lanes_bits, times);
   else ProjectKernel<T><<<row_blocks(of_heads * in.tokens), kThreads, 0, stream>>>(both, in.batch, in.tokens, in.dim, times);
   return cudaGetLastError();
 }
@@ -377,16 +398,17 @@ int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t 
   const QueryAndKey<UnitRows> both = {{in.query, in.query_strides, of_query != nullptr ? in.heads : 0, of_query},
                                       {in.key, in.key_strides, of_key != nullptr ? in.kv_heads : 0, of_key}};
   const int64_t of_heads = in.batch * (both.query.heads + both.key.heads);
-  const int64_t token_blocks = token_blocks_of(of_heads, in.tokens);
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
+    const int lanes_bits = row_lanes_bits<T>(in.dim);
+    const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, kUnitRows * (kThreads >> lanes_bits));
     bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
     for (const UnitRows* of : {&both.query, &both.key})
       aligned = aligned && (of->heads == 0 || parts_aligned<T>(of->x, of->strides, in.dim));
     if (aligned)
       UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * of_heads), kThreads, 0, stream>>>(
           both, static_cast<unsigned>(in.batch * both.query.heads), in.tokens, static_cast<int>(in.dim),
-          static_cast<unsigned>(token_blocks));
+          static_cast<unsigned>(token_blocks), lanes_bits);
     else UnitFactorKernel<T><<<row_blocks(of_heads * in.tokens), kThreads, 0, stream>>>(both, in.batch, in.tokens, in.dim);
     return cudaGetLastError();
   });
