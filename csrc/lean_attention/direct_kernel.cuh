@@ -15,8 +15,9 @@
 //
 // Rows of fewer columns than kWidth (kPartial) have zeros for the others, which are neither read nor written.
 //
-// Quantised caches (kNarrow) are read the same way, 32 tokens at once, or 16 of 256 bytes, and become halves in registers, the
-// query too: its rows are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15,
+// Quantised caches (kNarrow) are read the same way, 32 tokens at once, or 16 of 256 bytes. Keys of integers (kByteKeys) are multiplied
+// as they are: the query's rows become numbers of 16 bits, in bytes, so that sums are exact. Other keys, and values, become halves in
+// registers, the query too. Its rows are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15,
 // or R / 4 from R / 4 t on where rows are shorter than 64; of values bytes 128 c + 16 g .. + 15, or R / 8 from R / 8 g on; of
 // outputs the columns of its values, two in each output[m]. Scales of keys are factors of the query's columns, of rows or of
 // logits; those of values are factors of the weights, which `lift` keeps in half's range, or of the output.
@@ -99,6 +100,7 @@ struct alignas(16) DirectShared {
   T staged[2][std::is_same_v<T, EitherHalf> ? 1 : 3][kRows][kWidth + 8];
   DirectWork works[2];
   float row_power[2][kRows];  // of quantised caches: what the query's rows were divided by, times what all their logits are
+  int32_t row_sum[2][kRows];  // of int4 keys: the sums of the query's rows
   float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
   Range<uint32_t> range;             // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
@@ -140,6 +142,7 @@ __device__ __forceinline__ void wait_for_append() {
 template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared, bool kOne, int kBlocks>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
+  static constexpr bool kByteKeys = kKeys == kInt8 || kKeys == kInt4;
   static_assert(kNarrow == (kValues != kOfT) && !(kNarrow && kPartial));
   using Tile = DirectTile<kWidth, kKeys>;
   using KeyRow = DirectRow<kWidth, kKeys, false>;
@@ -415,6 +418,10 @@ struct DirectCta {
     for (int i = 0; i < kOfThread; ++i) {
       const int chunk = staging_thread() + i * kStagingThreads, row = chunk / kRowChunks, column = chunk % kRowChunks * 8;
       uint4 query = x[i];
+      if constexpr (kByteKeys) {
+        store_bytes(query, work.unit.head, which, row, column);
+        continue;
+      }
       if constexpr (kNarrow) query = as_halves(query, work.unit.head, which, row, column);
       *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = query;
     }
@@ -425,33 +432,79 @@ struct DirectCta {
   // What logits are multiplied by; they are in base 2 then, or have the soft cap before them.
   __device__ __forceinline__ float logit_scale() const { return args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E); }
 
-  // 8 columns of a row of the query times the keys' scales of these, over a power of two near the row's largest number.
-  __device__ __forceinline__ uint4 as_halves(const uint4& from, int head, int which, int row, int column) const {
+  // 8 columns of a row of the query times the keys' scales of these, and the power of two at or below the row's largest number.
+  struct QueryPart {
     float2 x[4];
+    float power;
+  };
+  __device__ __forceinline__ QueryPart query_part(const uint4& from, int head, int column) const {
+    QueryPart part;
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = with_half<T>(args, [&](auto type) { return unpack_pair(type, word_of(from, i)); });
+      float2& x = part.x[i];
+      x = with_half<T>(args, [&](auto type) { return unpack_pair(type, word_of(from, i)); });
       if (args.key_scales.kind == kPerChannel) {
         const float* const scales = args.key_scales.in + static_cast<int64_t>(head) * kWidth + column + 2 * i;
-        x[i].x *= scales[0], x[i].y *= scales[1];
+        x.x *= scales[0], x.y *= scales[1];
       }
-      largest = fmaxf(largest, fmaxf(fabsf(x[i].x), fabsf(x[i].y)));
+      largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
     }
 #pragma unroll
     for (int offset = 1; offset < kRowChunks; offset *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-    const float power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f, inverse = inverse_power(power);
-    if (column == 0)
-      shared.row_power[which][row] =
-          power * logit_scale() * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
-    // Columns that become halves together: those next to each other, or of int4 those 4 from each other.
-    const auto pair = [&](int i) {
-      if constexpr (kKeys != kInt4) return pack_pair(__half{}, x[i].x * inverse, x[i].y * inverse);
-      const float2 &low = x[i / 2], &high = x[2 + i / 2];
-      return pack_pair(__half{}, (i % 2 == 0 ? low.x : low.y) * inverse, (i % 2 == 0 ? high.x : high.y) * inverse);
-    };
+    part.power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f;
+    return part;
+  }
+  // What a row's logits are multiplied by, its keys' own scales aside, if the row was divided by `power`.
+  __device__ __forceinline__ float logit_factor(float power) const {
+    return power * logit_scale() * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
+  }
+
+  __device__ __forceinline__ uint4 as_halves(const uint4& from, int head, int which, int row, int column) const {
+    const QueryPart part = query_part(from, head, column);
+    const float inverse = inverse_power(part.power);
+    if (column == 0) shared.row_power[which][row] = logit_factor(part.power);
+    const auto pair = [&](int i) { return pack_pair(__half{}, part.x[i].x * inverse, part.x[i].y * inverse); };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
+  }
+
+  // The same for keys of integers, as numbers of 16 bits, the largest at most 2^15: a row's upper bytes, with a sign, and behind them
+  // its lower ones, without. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that is
+  // not finite gets a factor that is none.
+  static constexpr int kQueryBits = 14;
+  __device__ __forceinline__ void store_bytes(const uint4& from, int head, int which, int row, int column) const {
+    const QueryPart part = query_part(from, head, column);
+    const float to_number = inverse_power(part.power) * (1 << kQueryBits);
+    int number[8], sum = 0;
+    float nothing = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float x = i % 2 == 0 ? part.x[i / 2].x : part.x[i / 2].y;
+      nothing += x * 0.0f;
+      number[i] = min32(__float2int_rn(x * to_number), INT16_MAX);
+      sum += number[i];
+    }
+#pragma unroll
+    for (int offset = 1; offset < kRowChunks; offset *= 2) {
+      nothing += __shfl_xor_sync(kFullWarp, nothing, offset);
+      sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    }
+    if (column == 0) {
+      shared.row_power[which][row] = logit_factor(part.power) * (1.0f / (1 << kQueryBits)) + nothing;
+      shared.row_sum[which][row] = sum;
+    }
+    // Four of the numbers' upper or lower bytes as a word.
+    const auto word = [&](int i, uint32_t select) {
+      const auto at = [&](int j) { return static_cast<uint32_t>(kKeys == kInt4 ? number[i + 2 * j] : number[4 * i + j]); };
+      return __byte_perm(__byte_perm(at(0), at(1), select), __byte_perm(at(2), at(3), select), 0x5410);
+    };
+    char* const to = query_bytes(which, row) + column;
+    *reinterpret_cast<uint2*>(to) = make_uint2(word(0, 0x51), word(1, 0x51));
+    *reinterpret_cast<uint2*>(to + kWidth) = make_uint2(word(0, 0x40), word(1, 0x40));
+  }
+  __device__ __forceinline__ char* query_bytes(int which, int row) const {
+    return reinterpret_cast<char*>(&shared.staged[which][0][row][0]);
   }
 
   __device__ __forceinline__ void stage_new(const DirectWork& work, int which, int thread) const {
@@ -536,7 +589,8 @@ struct DirectCta {
       if (any) {
         if constexpr (!kNarrow)
           if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(work, which, tile);
-        if constexpr (kNarrow) score_narrow(which, s);
+        if constexpr (kByteKeys) score_bytes(which, s);
+        else if constexpr (kNarrow) score_narrow(which, s);
         else score_wide(which, s);
       }
       const unsigned gone = missing;
@@ -588,7 +642,7 @@ struct DirectCta {
   }
 
   __device__ __forceinline__ void score_narrow(int which, Scores& s) const {
-    constexpr int kOfWord = kKeys == kInt4 ? 8 : 4, kWords = KeyRow::kBytes / 4;  // columns; words of a chunk
+    constexpr int kOfWord = 4, kWords = KeyRow::kBytes / 4;  // columns; words of a chunk
     constexpr int kRowStride = kWidth + 8;
     const T* const query = &shared.staged[which][0][group()][kWords * kOfWord * member()];
     Scores other;
@@ -602,26 +656,73 @@ struct DirectCta {
     for (int c = 0; c < KeyRow::kChunks; ++c)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        using Vector = std::conditional_t<kOfWord == 8, uint4, uint2>;
-        alignas(Vector) uint32_t of_query[kBlocks][kOfWord / 2];
+        uint2 of_query[kBlocks];
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n)
-          *reinterpret_cast<Vector*>(of_query[n]) =
-              *reinterpret_cast<const Vector*>(query + 8 * n * kRowStride + (4 * kWords * c + w) * kOfWord);
+          of_query[n] = *reinterpret_cast<const uint2*>(query + 8 * n * kRowStride + (4 * kWords * c + w) * kOfWord);
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) {
-          uint32_t low[kOfWord / 2], high[kOfWord / 2];
+          uint32_t low[2], high[2];
           row_pairs<static_cast<CacheForm>(kKeys)>(word_of(keys[slice][0][c], w), low);
           row_pairs<static_cast<CacheForm>(kKeys)>(word_of(keys[slice][1][c], w), high);
+          const uint32_t a[4] = {low[0], high[0], low[1], high[1]};
 #pragma unroll
-          for (int i = 0; i < kOfWord / 2; i += 2) {
-            const uint32_t a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
-#pragma unroll
-            for (int n = 0; n < kBlocks; ++n)
-              mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice][n] : other[slice][n], a, of_query[n][i], of_query[n][i + 1]);
-          }
+          for (int n = 0; n < kBlocks; ++n)
+            mma(__half{}, w % 2 == 0 ? s[slice][n] : other[slice][n], a, of_query[n].x, of_query[n].y);
         }
       }
+    scale_scores(which, s, [&](int slice, int n, int i) { return s[slice][n][i] + other[slice][n][i]; });
+  }
+
+  __device__ __forceinline__ void score_bytes(int which, Scores& s) const {
+    constexpr bool kPlain = kKeys == kInt8;
+    constexpr int kWords = KeyRow::kBytes / 4, kQuads = kWords * (kPlain ? 4 : 8) / 16;  // 16 bytes of the query, two products
+    int upper[kSlices][kBlocks][4], lower[kSlices][kBlocks][4];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // int4 has 8 added to each.
+        const int begin = kPlain ? 0 : -8 * shared.row_sum[which][8 * n + 2 * member() + i % 2];
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) upper[slice][n][i] = 0, lower[slice][n][i] = begin;
+      }
+#pragma unroll
+    for (int c = 0; c < KeyRow::kChunks; ++c)
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) {
+        uint4 of_query[kBlocks][2];  // upper bytes, lower bytes
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const char* const from = query_bytes(which, 8 * n + group()) + 16 * ((4 * c + member()) * kQuads + j);
+          of_query[n][0] = *reinterpret_cast<const uint4*>(from);
+          of_query[n][1] = *reinterpret_cast<const uint4*>(from + kWidth);
+        }
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const auto word = [&](int r, int k) {  // columns of k-half k of row r
+              const uint4& row = keys[slice][r][c];
+              if constexpr (kPlain) return word_of(row, 2 * half + k);
+              return word_of(row, 2 * j + half) >> (4 * k) & 0x0f0f0f0fu;
+            };
+            const uint32_t a[4] = {word(0, 0), word(1, 0), word(0, 1), word(1, 1)};
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n) {
+              const uint4 &high = of_query[n][0], &low = of_query[n][1];
+              mma_bytes<kPlain, true>(upper[slice][n], a, word_of(high, 2 * half), word_of(high, 2 * half + 1));
+              mma_bytes<kPlain, false>(lower[slice][n], a, word_of(low, 2 * half), word_of(low, 2 * half + 1));
+            }
+          }
+      }
+    scale_scores(which, s,
+                 [&](int slice, int n, int i) { return static_cast<float>(256 * upper[slice][n][i] + lower[slice][n][i]); });
+  }
+
+  // The logits of sums of products.
+  template <class F>
+  __device__ __forceinline__ void scale_scores(int which, Scores& s, F&& sum_of) const {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
@@ -630,10 +731,9 @@ struct DirectCta {
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float factor = shared.row_power[which][8 * n + 2 * member() + c] * of_token;
-            s[slice][n][2 * r + c] = (s[slice][n][2 * r + c] + other[slice][n][2 * r + c]) * factor;
-          }
+          for (int c = 0; c < 2; ++c)
+            s[slice][n][2 * r + c] =
+                sum_of(slice, n, 2 * r + c) * (shared.row_power[which][8 * n + 2 * member() + c] * of_token);
       }
   }
 
@@ -1025,6 +1125,7 @@ struct alignas(16) OneSegmentShared {
   char inbox[kInCluster ? kInboxItems * kInboxItemBytes : 16];
   T staged[1][3][kRows][kWidth + 8];
   float row_power[1][kRows];
+  int32_t row_sum[1][kRows];
   float warp_max[kRows][kWarps], warp_sum[kRows][kWarps];
   uint64_t inbox_full;
   bool absent[1][kRows];

@@ -170,6 +170,32 @@ void multiply(float* const (&to)[4], const uint32_t (&mine)[6], const float (&ad
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
+// Of bytes, which are int8 or uint8 in A and in B.
+template <class A, class B>
+void multiply_bytes(int* const (&to)[4], const uint32_t (&mine)[6], const int (&added)[4]) {
+  uint8_t all[32][6][4];  // [lane][a0 a1 a2 a3 b0 b1][byte]
+  exchange(kWholeWarp, mine, all, sizeof(mine));
+  count_product();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane() / 4, upper = i / 2, column = lane() % 4 * 2 + i % 2;
+    int64_t sum = added[i];
+    for (int k = 0; k < 32; ++k)
+      sum += static_cast<A>(all[4 * row + k % 16 / 4][upper + 2 * (k / 16)][k % 4]) *
+             static_cast<B>(all[4 * column + k % 16 / 4][4 + k / 16][k % 4]);
+    if (sum != static_cast<int>(sum)) unsupported();
+    *to[i] = static_cast<int>(sum);
+  }
+}
+#define LEANFLEET_MMA(name, A, B)                                                                                       \
+  inline void name(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, \
+                   uint32_t b1, int c0, int c1, int c2, int c3) {                                                       \
+    multiply_bytes<A, B>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3, b0, b1}, {c0, c1, c2, c3});                             \
+  }
+LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32, int8_t, int8_t)
+LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_u8_s32, int8_t, uint8_t)
+LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32, uint8_t, int8_t)
+LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_u8_s32, uint8_t, uint8_t)
+#undef LEANFLEET_MMA
 inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
                                                            const void* from) {
   uint32_t x[4];
