@@ -27,12 +27,25 @@ constexpr float kRescaleAt = 8.0f;
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
 __device__ __forceinline__ float rescale(float part, float whole) { return part == -INFINITY ? 0.0f : exp2_fast(part - whole); }
 
-// Brings a row's maximum, of which the 8 lanes with this number modulo 4 have a part each, up to date; returns what its earlier weights
-// have to be multiplied with, as its sum is.
-__device__ __forceinline__ float raise_max(float top, float& max, float& sum) {
-  float x = fmaxf(top, max);
+// The largest or the sum over lanes whose numbers differ by multiples of kFrom below kTo.
+template <int kFrom, int kTo>
+__device__ __forceinline__ float max_of_lanes(float x) {
 #pragma unroll
-  for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+  for (int offset = kFrom; offset < kTo; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+  return x;
+}
+template <int kFrom, int kTo>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int offset = kFrom; offset < kTo; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+
+// Brings a row's maximum, of which such lanes have a part each, up to date; returns what its earlier weights have to be multiplied
+// with, as its sum is.
+template <int kFrom = 4, int kTo = 32>
+__device__ __forceinline__ float raise_max(float top, float& max, float& sum) {
+  const float x = max_of_lanes<kFrom, kTo>(fmaxf(top, max));
   const float factor = rescale(max, x);
   max = x;
   sum *= factor;

@@ -12,12 +12,14 @@
 //               product's definition, the same for the query
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
 //   of outputs  columns 64 c + 8 g + 2 w and the next, of rows 2 t and 2 t + 1, in output[4 c + w]
+//   of scores   tokens g and g + 8 of 16, of rows 2 t and 2 t + 1
 //
 // Rows of fewer columns than kWidth (kPartial) have zeros for the others, which are neither read nor written.
 //
 // Quantised caches (kNarrow) are read the same way, 32 tokens at once, or 16 of 256 bytes. Keys of integers (kByteKeys) are multiplied
-// as they are: the query's rows become numbers of 16 bits, in bytes, so that sums are exact. Other keys, and values, become halves in
-// registers, the query too. Its rows are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15,
+// as they are, by a query of 16 bits whose upper bytes are 8 rows of a product S = Q K^T and whose lower bytes the 8 others, and sums
+// are exact; a lane has tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of row g then. Other keys, and values, become halves in registers, the
+// query too. Its rows are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15,
 // or R / 4 from R / 4 t on where rows are shorter than 64; of values bytes 128 c + 16 g .. + 15, or R / 8 from R / 8 g on; of
 // outputs the columns of its values, two in each output[m]. Scales of keys are factors of the query's columns, of rows or of
 // logits; those of values are factors of the weights, which `lift` keeps in half's range, or of the output.
@@ -151,6 +153,8 @@ struct DirectCta {
   static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kRows = 8 * kBlocks, kWarps = Shared::kWarps;
   static constexpr int kPiece = kWidth / 8 / ValueRow::kChunks;  // columns of values that a lane has next to each other
   using Scores = float[kSlices][kBlocks][4];
+  // Of a block's scores, those of a lane: how many rows they have, and which lanes have the same rows.
+  static constexpr int kLaneRows = kByteKeys ? 1 : 2, kSameFrom = kByteKeys ? 1 : 4, kSameTo = kByteKeys ? 4 : 32;
 
   const Args& args;
   Shared& shared;
@@ -160,18 +164,30 @@ struct DirectCta {
   uint4 keys[kSlices][2][KeyRow::kChunks];
   uint4 values[kSlices][4][ValueRow::kChunks];
   float output[kWidth / 16][kBlocks][4];
-  float max[kBlocks][2], sum[kBlocks][2];  // of rows 8 * block + 2 t and the next
-  unsigned missing;                        // of the keys read last: a bit for each token whose page is outside the pool
-  unsigned missing_rows;                   // paged: the same for the tile that is read next
-  int64_t key_row, value_row;              // and bytes to the row of its token `lane`
+  float max[kBlocks][kLaneRows], sum[kBlocks][kLaneRows];  // of rows score_row()
+  unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
+  unsigned missing_rows;       // paged: the same for the tile that is read next
+  int64_t key_row, value_row;  // and bytes to the row of its token `lane`
   // Of quantised caches. The row of token `lane` of the tile that is read next, among all of a cache; scales of token `lane` of the
   // tile that is computed on, and of the one that is read next; `lift` of rows as in `max`: the output is to be multiplied by it.
   uint32_t row;
   float key_scale, value_scale, next_key_scale, next_value_scale;
-  float lift[kBlocks][2];
+  float lift[kBlocks][kLaneRows];
 
   __device__ __forceinline__ int group() const { return lane / 4; }
   __device__ __forceinline__ int member() const { return lane % 4; }
+  // The row of a unit and the token of a tile that s[slice][block][i] is of.
+  __device__ __forceinline__ int score_row(int block, int i) const {
+    return 8 * block + (kByteKeys ? group() : 2 * member() + i % 2);
+  }
+  __device__ __forceinline__ int score_token(int slice, int i) const {
+    return 16 * slice + i / 2 * 8 + (kByteKeys ? 2 * member() + i % 2 : group());
+  }
+  // What lanes have of rows score_row(), of the output's row 8 * block + 2 t + c.
+  __device__ __forceinline__ float of_output(const float (&of_rows)[kLaneRows], int c) const {
+    if constexpr (kByteKeys) return __shfl_sync(kFullWarp, of_rows[0], 4 * (2 * member() + c));
+    else return of_rows[c];
+  }
   __device__ __forceinline__ int first_tile(const DirectWork& work) const { return work.begin + warp * kTokens; }
   // Whether rows have this lane's columns of a piece, and this column.
   __device__ __forceinline__ bool has_keys(int piece) const { return !kPartial || 32 * piece + 8 * member() < args.key_width; }
@@ -418,11 +434,8 @@ struct DirectCta {
     for (int i = 0; i < kOfThread; ++i) {
       const int chunk = staging_thread() + i * kStagingThreads, row = chunk / kRowChunks, column = chunk % kRowChunks * 8;
       uint4 query = x[i];
-      if constexpr (kByteKeys) {
-        store_bytes(query, work.unit.head, which, row, column);
-        continue;
-      }
-      if constexpr (kNarrow) query = as_halves(query, work.unit.head, which, row, column);
+      if constexpr (kByteKeys) query = as_bytes(query, work.unit.head, which, row, column);
+      else if constexpr (kNarrow) query = as_halves(query, work.unit.head, which, row, column);
       *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = query;
     }
     if constexpr (!kNarrow)
@@ -469,42 +482,41 @@ struct DirectCta {
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 
-  // The same for keys of integers, as numbers of 16 bits, the largest at most 2^15: a row's upper bytes, with a sign, and behind them
-  // its lower ones, without. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that is
-  // not finite gets a factor that is none.
-  static constexpr int kQueryBits = 14;
-  __device__ __forceinline__ void store_bytes(const uint4& from, int head, int which, int row, int column) const {
+  // The same for keys of integers, as numbers of 16 bits: the upper bytes of 4 columns, their lower ones, both with a sign, and those of
+  // the 4 others. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that is not finite
+  // gets a factor that is none.
+  static constexpr int kLargestNumber = 127 * 256 + 127;
+  __device__ __forceinline__ uint4 as_bytes(const uint4& from, int head, int which, int row, int column) const {
     const QueryPart part = query_part(from, head, column);
-    const float to_number = inverse_power(part.power) * (1 << kQueryBits);
+    constexpr float kOfPower = kLargestNumber / 2;  // numbers are below twice the power
+    const float to_number = inverse_power(part.power) * kOfPower;
     int number[8], sum = 0;
     float nothing = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float x = i % 2 == 0 ? part.x[i / 2].x : part.x[i / 2].y;
       nothing += x * 0.0f;
-      number[i] = min32(__float2int_rn(x * to_number), INT16_MAX);
+      number[i] = clamp(static_cast<int>(rintf(x * to_number)), -kLargestNumber, kLargestNumber);
       sum += number[i];
     }
+    nothing = sum_of_lanes<1, kRowChunks>(nothing);
+    if constexpr (kKeys == kInt4)
 #pragma unroll
-    for (int offset = 1; offset < kRowChunks; offset *= 2) {
-      nothing += __shfl_xor_sync(kFullWarp, nothing, offset);
-      sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    }
+      for (int offset = 1; offset < kRowChunks; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
     if (column == 0) {
-      shared.row_power[which][row] = logit_factor(part.power) * (1.0f / (1 << kQueryBits)) + nothing;
+      shared.row_power[which][row] = logit_factor(part.power) * (1.0f / kOfPower) + nothing;
       shared.row_sum[which][row] = sum;
     }
-    // Four of the numbers' upper or lower bytes as a word.
+    constexpr uint32_t kUpper = 0x51, kLower = 0x40;
+    // Four of the numbers' upper or lower bytes as a word; a lower byte is 256 less where its sign's bit is set.
     const auto word = [&](int i, uint32_t select) {
-      const auto at = [&](int j) { return static_cast<uint32_t>(kKeys == kInt4 ? number[i + 2 * j] : number[4 * i + j]); };
+      const auto at = [&](int j) {
+        const int x = kKeys == kInt4 ? number[i + 2 * j] : number[4 * i + j];
+        return static_cast<uint32_t>(select == kUpper ? x + 128 : x);
+      };
       return __byte_perm(__byte_perm(at(0), at(1), select), __byte_perm(at(2), at(3), select), 0x5410);
     };
-    char* const to = query_bytes(which, row) + column;
-    *reinterpret_cast<uint2*>(to) = make_uint2(word(0, 0x51), word(1, 0x51));
-    *reinterpret_cast<uint2*>(to + kWidth) = make_uint2(word(0, 0x40), word(1, 0x40));
-  }
-  __device__ __forceinline__ char* query_bytes(int which, int row) const {
-    return reinterpret_cast<char*>(&shared.staged[which][0][row][0]);
+    return make_uint4(word(0, kUpper), word(0, kLower), word(1, kUpper), word(1, kLower));
   }
 
   __device__ __forceinline__ void stage_new(const DirectWork& work, int which, int thread) const {
@@ -571,9 +583,12 @@ struct DirectCta {
         for (int i = 0; i < 4; ++i) output[m][n][i] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      max[n][0] = max[n][1] = -INFINITY;
-      sum[n][0] = sum[n][1] = 0.0f;
-      if constexpr (kNarrow) lift[n][0] = lift[n][1] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
+#pragma unroll
+      for (int c = 0; c < kLaneRows; ++c) {
+        max[n][c] = -INFINITY;
+        sum[n][c] = 0.0f;
+        if constexpr (kNarrow) lift[n][c] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
+      }
     }
     int tile = first_tile(work);
     const int end = work.end;
@@ -675,66 +690,73 @@ struct DirectCta {
   }
 
   __device__ __forceinline__ void score_bytes(int which, Scores& s) const {
-    constexpr bool kPlain = kKeys == kInt8;
-    constexpr int kWords = KeyRow::kBytes / 4, kQuads = kWords * (kPlain ? 4 : 8) / 16;  // 16 bytes of the query, two products
-    int upper[kSlices][kBlocks][4], lower[kSlices][kBlocks][4];
+    // The columns of a product are two words of int8 or one of int4, of which a lane has so many of each piece of a row.
+    constexpr int kOfPiece = KeyRow::kBytes / (kKeys == kInt8 ? 8 : 4);
+    int sums[kSlices][2][kBlocks][4];  // of 8 tokens each: by upper bytes twice, by lower bytes twice
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
+    for (int n = 0; n < kBlocks; ++n) {
+      // int4 has 8 added to each.
+      const int begin = kKeys == kInt4 ? -8 * shared.row_sum[which][8 * n + group()] : 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // int4 has 8 added to each.
-        const int begin = kPlain ? 0 : -8 * shared.row_sum[which][8 * n + 2 * member() + i % 2];
+      for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) upper[slice][n][i] = 0, lower[slice][n][i] = begin;
-      }
+        for (int r = 0; r < 2; ++r) {
+          int (&x)[4] = sums[slice][r][n];
+          x[0] = x[1] = 0, x[2] = x[3] = begin;
+        }
+    }
+    const T* const query = &shared.staged[which][0][group()][8 * kOfPiece * member()];
 #pragma unroll
     for (int c = 0; c < KeyRow::kChunks; ++c)
 #pragma unroll
-      for (int j = 0; j < kQuads; ++j) {
-        uint4 of_query[kBlocks][2];  // upper bytes, lower bytes
+      for (int j = 0; j < kOfPiece; ++j)
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const char* const from = query_bytes(which, 8 * n + group()) + 16 * ((4 * c + member()) * kQuads + j);
-          of_query[n][0] = *reinterpret_cast<const uint4*>(from);
-          of_query[n][1] = *reinterpret_cast<const uint4*>(from + kWidth);
-        }
+          const uint4 q = *reinterpret_cast<const uint4*>(query + 8 * n * (kWidth + 8) + 8 * (4 * kOfPiece * c + j));
+          const uint32_t a[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice)
+          for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const auto word = [&](int r, int k) {  // columns of k-half k of row r
+            for (int r = 0; r < 2; ++r) {
               const uint4& row = keys[slice][r][c];
-              if constexpr (kPlain) return word_of(row, 2 * half + k);
-              return word_of(row, 2 * j + half) >> (4 * k) & 0x0f0f0f0fu;
-            };
-            const uint32_t a[4] = {word(0, 0), word(1, 0), word(0, 1), word(1, 1)};
-#pragma unroll
-            for (int n = 0; n < kBlocks; ++n) {
-              const uint4 &high = of_query[n][0], &low = of_query[n][1];
-              mma_bytes<kPlain, true>(upper[slice][n], a, word_of(high, 2 * half), word_of(high, 2 * half + 1));
-              mma_bytes<kPlain, false>(lower[slice][n], a, word_of(low, 2 * half), word_of(low, 2 * half + 1));
+              const uint32_t nibbles = word_of(row, j);
+              if constexpr (kKeys == kInt8) mma_bytes<true>(sums[slice][r][n], a, word_of(row, 2 * j), word_of(row, 2 * j + 1));
+              else mma_bytes<false>(sums[slice][r][n], a, nibbles & 0x0f0f0f0fu, nibbles >> 4 & 0x0f0f0f0fu);
             }
-          }
-      }
-    scale_scores(which, s,
-                 [&](int slice, int n, int i) { return static_cast<float>(256 * upper[slice][n][i] + lower[slice][n][i]); });
+        }
+    scale_scores(which, s, [&](int slice, int n, int i) {
+      const int (&x)[4] = sums[slice][i / 2][n];
+      return static_cast<float>(256 * x[i % 2] + x[2 + i % 2]);
+    });
   }
 
   // The logits of sums of products.
   template <class F>
   __device__ __forceinline__ void scale_scores(int which, Scores& s, F&& sum_of) const {
+    float power[kBlocks][kLaneRows];
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
+    for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float of_token = __shfl_sync(kFullWarp, key_scale, 16 * slice + 8 * r + group());
+      for (int c = 0; c < kLaneRows; ++c) power[n][c] = shared.row_power[which][score_row(n, c)];
+    with_token_scales(key_scale, [&](int slice, int i, float of_token) {
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n)
+      for (int n = 0; n < kBlocks; ++n) s[slice][n][i] = sum_of(slice, n, i) * (power[n][i % kLaneRows] * of_token);
+    });
+  }
+  // take(slice, i, scale of score_token(slice, i)) for each, scale: lane's own token's.
+  template <class F>
+  __device__ __forceinline__ void with_token_scales(float scale, F&& take) const {
 #pragma unroll
-          for (int c = 0; c < 2; ++c)
-            s[slice][n][2 * r + c] =
-                sum_of(slice, n, 2 * r + c) * (shared.row_power[which][8 * n + 2 * member() + c] * of_token);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      float of_token[4];
+#pragma unroll
+      for (int i = 0; i < 4; i += kByteKeys ? 1 : 2) {
+        of_token[i] = __shfl_sync(kFullWarp, scale, score_token(slice, i));
+        if constexpr (!kByteKeys) of_token[i + 1] = of_token[i];
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) take(slice, i, of_token[i]);
+    }
   }
 
   // What no row sees may be NaN, which a weight of 0 does not silence: here values, or their scales.
@@ -776,48 +798,53 @@ struct DirectCta {
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int row = first_row + 8 * n + 2 * member() + c;
+        for (int c = 0; c < kLaneRows; ++c) {
+          const int row = first_row + score_row(n, c);
           const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
           Span bounds = {0, 0};
           if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
 #pragma unroll
           for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
-              if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][n][2 * r + c] = -INFINITY;
+            for (int i = c; i < 4; i += kLaneRows) {
+              const int of_tile = score_token(slice, i), token = begin + of_tile;
+              if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][n][i] = -INFINITY;
             }
         }
       clear_unseen(work, begin, gone);
     }
-    float top[kBlocks][2];
+    float top[kBlocks][kLaneRows];
     bool rises = false;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      top[n][0] = top[n][1] = -INFINITY;
+    for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice)
+      for (int c = 0; c < kLaneRows; ++c) {
+        top[n][c] = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) top[n][i % 2] = fmaxf(top[n][i % 2], s[slice][n][i]);
-      rises = rises || top[n][0] - max[n][0] > kRescaleAt || top[n][1] - max[n][1] > kRescaleAt;
-    }
+        for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+          for (int i = c; i < 4; i += kLaneRows) top[n][c] = fmaxf(top[n][c], s[slice][n][i]);
+        rises = rises || top[n][c] - max[n][c] > kRescaleAt;
+      }
     if (__any_sync(kFullWarp, rises)) {
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n)
+      for (int n = 0; n < kBlocks; ++n) {
+        float factor[kLaneRows];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float factor = raise_max(top[n][c], max[n][c], sum[n][c]);
+        for (int c = 0; c < kLaneRows; ++c) {
+          factor[c] = raise_max<kSameFrom, kSameTo>(top[n][c], max[n][c], sum[n][c]);
           // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
           // least power its row has next to no part in the output.
           if (kNarrow && args.value_scales.kind == kPerToken)
-            lift[n][c] = lift[n][c] * factor < 0x1p-120f ? 0.0f : lift[n][c] * factor;
-          else multiply_output(n, c, factor);
+            lift[n][c] = lift[n][c] * factor[c] < 0x1p-120f ? 0.0f : lift[n][c] * factor[c];
         }
+        if (!(kNarrow && args.value_scales.kind == kPerToken)) multiply_output(n, factor);
+      }
     }
     each([&](float& x, int, int n, int i) {
-      x = exp2_fast(x - (max[n][i % 2] == -INFINITY ? 0.0f : max[n][i % 2]));
-      sum[n][i % 2] += x;
+      const float most = max[n][i % kLaneRows];
+      x = exp2_fast(x - (most == -INFINITY ? 0.0f : most));
+      sum[n][i % kLaneRows] += x;
     });
     if constexpr (kNarrow)
       if (args.value_scales.kind == kPerToken) lift_weights(s);
@@ -826,8 +853,11 @@ struct DirectCta {
       uint32_t p[kBlocks][2];
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        p[n][0] = transpose_matrix(pack_pair(Product{}, s[slice][n][0], s[slice][n][1]));
-        p[n][1] = transpose_matrix(pack_pair(Product{}, s[slice][n][2], s[slice][n][3]));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          p[n][r] = pack_pair(Product{}, s[slice][n][2 * r], s[slice][n][2 * r + 1]);
+          if constexpr (!kByteKeys) p[n][r] = transpose_matrix(p[n][r]);
+        }
       }
       if constexpr (kNarrow) add_values_narrow(slice, p);
       else add_values_wide(slice, p);
@@ -852,55 +882,55 @@ struct DirectCta {
     }
   }
 
-  __device__ __forceinline__ void multiply_output(int n, int c, float by) {
+  __device__ __forceinline__ void multiply_output(int n, const float (&by)[kLaneRows]) {
 #pragma unroll
-    for (int m = 0; m < kWidth / 16; ++m) {
-      output[m][n][c] *= by;
-      output[m][n][2 + c] *= by;
+    for (int c = 0; c < 2; ++c) {
+      const float factor = of_output(by, c);
+#pragma unroll
+      for (int m = 0; m < kWidth / 16; ++m) {
+        output[m][n][c] *= factor;
+        output[m][n][2 + c] *= factor;
+      }
     }
   }
 
   // Multiplies the weights by their tokens' scales and divides them by lift, which rises where they would be large.
   __device__ __forceinline__ void lift_weights(Scores& p) {
-    float top[kBlocks][2] = {};
+    float top[kBlocks][kLaneRows] = {};
+    with_token_scales(value_scale, [&](int slice, int i, float of_token) {
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float of_token = __shfl_sync(kFullWarp, value_scale, 16 * slice + 8 * r + group());
-#pragma unroll
-        for (int n = 0; n < kBlocks; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            p[slice][n][2 * r + c] *= of_token;
-            top[n][c] = fmaxf(top[n][c], fabsf(p[slice][n][2 * r + c]));
-          }
+      for (int n = 0; n < kBlocks; ++n) {
+        p[slice][n][i] *= of_token;
+        top[n][i % kLaneRows] = fmaxf(top[n][i % kLaneRows], fabsf(p[slice][n][i]));
       }
+    });
     bool rises = false;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n)
-      rises = rises || top[n][0] > lift[n][0] * kMostOverLift || top[n][1] > lift[n][1] * kMostOverLift;
+#pragma unroll
+      for (int c = 0; c < kLaneRows; ++c) rises = rises || top[n][c] > lift[n][c] * kMostOverLift;
     if (__any_sync(kFullWarp, rises)) {
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n)
+      for (int n = 0; n < kBlocks; ++n) {
+        float factor[kLaneRows];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float x = fmaxf(top[n][c], lift[n][c]);
-#pragma unroll
-          for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-          const float now = power_below(x);
-          multiply_output(n, c, lift[n][c] * inverse_power(now));
+        for (int c = 0; c < kLaneRows; ++c) {
+          const float now = power_below(max_of_lanes<kSameFrom, kSameTo>(fmaxf(top[n][c], lift[n][c])));
+          factor[c] = lift[n][c] * inverse_power(now);
           lift[n][c] = now;
         }
+        multiply_output(n, factor);
+      }
     }
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      const float below[2] = {lift[n][0] > 0.0f ? inverse_power(lift[n][0]) : 0.0f,
-                              lift[n][1] > 0.0f ? inverse_power(lift[n][1]) : 0.0f};
+      float below[kLaneRows];
+#pragma unroll
+      for (int c = 0; c < kLaneRows; ++c) below[c] = lift[n][c] > 0.0f ? inverse_power(lift[n][c]) : 0.0f;
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[slice][n][i] *= below[i % 2];
+        for (int i = 0; i < 4; ++i) p[slice][n][i] *= below[i % kLaneRows];
     }
   }
 
@@ -926,25 +956,27 @@ struct DirectCta {
   // This warp's statistics and output to shared memory.
   __device__ __forceinline__ void store_to_shared() {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n)
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < kLaneRows; ++c) {
+        const int row = score_row(n, c);
+        const float total = sum_of_lanes<kSameFrom, kSameTo>(sum[n][c]);
+        if (row >= rows || lane % kSameTo / kSameFrom != 0) continue;
+        shared.warp_max[row][warp] = max[n][c];
+        shared.warp_sum[row][warp] = total;
+      }
+      if constexpr (kNarrow) multiply_output(n, lift[n]);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = 8 * n + 2 * member() + c;
-        float total = sum[n][c];
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
         if (row >= rows) continue;
-        if (lane < 4) {
-          shared.warp_max[row][warp] = max[n][c];
-          shared.warp_sum[row][warp] = total;
-        }
         float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + kPiece * group();
-        if constexpr (kNarrow) multiply_output(n, c, lift[n][c]);
 #pragma unroll
         for (int m = 0; m < kWidth / 16; m += 2)
           *reinterpret_cast<float4*>(to + 2 * m / kPiece * 8 * kPiece + 2 * m % kPiece) =
               make_float4(output[m][n][c], output[m][n][2 + c], output[m + 1][n][c], output[m + 1][n][2 + c]);
       }
+    }
   }
 
   // The sum of all warps' parts, 4 columns of a row from d on.

@@ -170,7 +170,7 @@ void multiply(float* const (&to)[4], const uint32_t (&mine)[6], const float (&ad
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
-// Of bytes, which are int8 or uint8 in A and in B.
+// Of bytes, int8 or uint8.
 template <class A, class B>
 void multiply_bytes(int* const (&to)[4], const uint32_t (&mine)[6], const int (&added)[4]) {
   uint8_t all[32][6][4];  // [lane][a0 a1 a2 a3 b0 b1][byte]
@@ -193,8 +193,6 @@ void multiply_bytes(int* const (&to)[4], const uint32_t (&mine)[6], const int (&
   }
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32, int8_t, int8_t)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_u8_s32, int8_t, uint8_t)
-LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32, uint8_t, int8_t)
-LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_u8_s32, uint8_t, uint8_t)
 #undef LEANFLEET_MMA
 inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
                                                            const void* from) {
