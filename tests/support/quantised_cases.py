@@ -120,11 +120,12 @@ def greatest(found, judge):
 def assert_near(inputs, attrs, outputs):
     """Twice what a plain implementation in the tensors' own type loses, and one rounding to the type; see
     test_lean_attention_cuda.py. Of lse, what float32 loses, and half precision where 16-bit queries are multiplied by keys'
-    scales before the products. Calls do not append."""
+    scales before the products, or become integers for keys that are. Calls do not append."""
     judge = reference.lean_attention(**wide(inputs), **attrs)
     low = reference.lean_attention(**inputs, **attrs, compute_dtype=inputs["query"].dtype)
-    scaled = inputs["query"].element_size() == 2 and inputs.get("key_scale") is not None and inputs["key_scale"].dim() == 3
-    scaled = scaled and not attrs.get("key_per_token")
+    by_channel = inputs.get("key_scale") is not None and inputs["key_scale"].dim() == 3 and not attrs.get("key_per_token")
+    integers = inputs["key_cache"].dtype in (torch.int8, torch.uint8)
+    scaled = inputs["query"].element_size() == 2 and (by_channel or integers)
     single = [reference.lean_attention(**inputs, **attrs, compute_dtype=t)[1] for t in (None, torch.float16)[: 1 + scaled]]
     values = largest_value(inputs)
     logit_error = 2.0**-21 * max(attrs.get("softcap", 0.0), 1.0)
