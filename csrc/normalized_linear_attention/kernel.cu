@@ -48,14 +48,21 @@ bool parts_aligned(const void* data, const Strides& strides, int64_t width) {
          aligned(strides.token) && aligned(width);
 }
 
-// Such a row in the registers of as many lanes as its width needs, a part of 16 bytes a lane (two in float32), up to 256 columns.
-// CTAs: (batch row and head, tokens).
+// Such a row in the registers of as few lanes as hold it in kParts parts of 16 bytes, up to 256 columns. CTAs: (batch row and head,
+// tokens).
 constexpr int kMaxRowWidth = 256;
-template <class T>
+template <class T, int kOfLane>
 struct RowParts {
-  static constexpr int kElements = 16 / sizeof(T), kParts = kMaxRowWidth / (32 * kElements);
+  static constexpr int kElements = 16 / sizeof(T), kParts = kOfLane;
+  static_assert(kMaxRowWidth <= 32 * kParts * kElements);
   uint4 parts[kParts];
 
+  // log2 of the lanes of a row of this width.
+  static int lanes_bits(int64_t width) {
+    int bits = 0;
+    while (bits < 5 && (kParts * kElements << bits) < width) ++bits;
+    return bits;
+  }
   // From where a row is, or 0. lanes: of the row; lane: among them.
   __device__ __forceinline__ void load(const T* row, bool there, int width, int lane, int lanes) {
 #pragma unroll
@@ -69,24 +76,21 @@ struct RowParts {
     return static_cast<float>(reinterpret_cast<const T*>(&parts[part])[element]);
   }
 };
-// How many lanes a row has, a power of two.
-template <class T>
-int row_lanes_bits(int64_t width) {
-  int bits = 0;
-  while (bits < 5 && (width > static_cast<int64_t>(RowParts<T>::kElements) << bits)) ++bits;
-  return bits;
-}
 struct BlockRow {
   unsigned of_head;
   int64_t token;
   int lane;
 };
-// lanes_bits: of a row; rows: how many of them each of its lanes takes, a CTA's rows apart.
-__device__ __forceinline__ BlockRow block_row(unsigned token_blocks, int lanes_bits, int rows = 1) {
+__device__ __forceinline__ BlockRow block_row(unsigned token_blocks, int lanes_bits) {
   const int tid = static_cast<int>(threadIdx.x);
   return {blockIdx.x / token_blocks,
-          static_cast<int64_t>(blockIdx.x % token_blocks) * (rows * (kThreads >> lanes_bits)) + (tid >> lanes_bits),
+          static_cast<int64_t>(blockIdx.x % token_blocks) * (kThreads >> lanes_bits) + (tid >> lanes_bits),
           tid & ((1 << lanes_bits) - 1)};
+}
+// 0: too many for a launch.
+int64_t token_blocks_of(int64_t of_heads, int64_t tokens, int lanes_bits) {
+  const int64_t blocks = ceil_div(tokens, int64_t{kThreads >> lanes_bits});
+  return blocks * of_heads <= INT32_MAX ? blocks : 0;
 }
 
 // Rows of query and of key that one launch takes, those of query first.
@@ -102,11 +106,6 @@ struct QueryAndKey {
     return key;
   }
 };
-// 0: too many for a launch.
-int64_t token_blocks_of(int64_t of_heads, int64_t tokens, int64_t block_tokens) {
-  const int64_t blocks = ceil_div(tokens, block_tokens);
-  return blocks * of_heads <= INT32_MAX ? blocks : 0;
-}
 
 // 1 / max(|row|, 1e-12).
 struct UnitRows {
@@ -115,48 +114,44 @@ struct UnitRows {
   int64_t heads;
   float* out;  // [B,heads,N]
 };
-constexpr int kUnitRows = 2;  // a group of lanes, all loads on their way at once
+// Many parts a lane: what it does once a row, shuffles and a root, is more than what it does for a part.
+template <class T>
+using UnitParts = RowParts<T, 4>;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     UnitFactorOfAlignedKernel(const __grid_constant__ QueryAndKey<UnitRows> both, unsigned query_heads, int64_t tokens,
                               int width, unsigned token_blocks, int lanes_bits) {
-  BlockRow at = block_row(token_blocks, lanes_bits, kUnitRows);
+  using Parts = UnitParts<T>;
+  BlockRow at = block_row(token_blocks, lanes_bits);
   const UnitRows& of = both.of(at.of_head, query_heads);
+  const bool there = at.token < tokens;
   const unsigned heads = static_cast<unsigned>(of.heads);
   const int lanes = 1 << lanes_bits;
   const T* const x = static_cast<const T*>(of.x) + offset_of({at.of_head / heads, at.of_head % heads, at.token}, of.strides);
-  const int64_t apart = kThreads >> lanes_bits;
-  RowParts<T> rows[kUnitRows];
+  Parts row;
+  row.load(x, there, width, at.lane, lanes);
+  float top = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kUnitRows; ++r)
-    rows[r].load(x + r * apart * of.strides.token, at.token + r * apart < tokens, width, at.lane, lanes);
+  for (int p = 0; p < Parts::kParts; ++p)
 #pragma unroll
-  for (int r = 0; r < kUnitRows; ++r) {
-    const RowParts<T>& row = rows[r];
-    float top = 0.0f;
+    for (int i = 0; i < Parts::kElements; ++i) top = fmaxf(top, fabsf(row.at(p, i)));
+  for (int offset = lanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+  // Scaled by a power of two, so that squares neither overflow nor vanish.
+  int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
+  exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+  const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  float sum = 0.0f;
 #pragma unroll
-    for (int p = 0; p < RowParts<T>::kParts; ++p)
+  for (int p = 0; p < Parts::kParts; ++p)
 #pragma unroll
-      for (int i = 0; i < RowParts<T>::kElements; ++i) top = fmaxf(top, fabsf(row.at(p, i)));
-    for (int offset = lanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-    // Scaled by a power of two, so that squares neither overflow nor vanish.
-    int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
-    exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
-    const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-    float sum = 0.0f;
-#pragma unroll
-    for (int p = 0; p < RowParts<T>::kParts; ++p)
-#pragma unroll
-      for (int i = 0; i < RowParts<T>::kElements; ++i) {
-        const float scaled = row.at(p, i) * scale;
-        sum += scaled * scaled;
-      }
-    for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    const float norm = sqrtf(sum) * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-    if (at.lane == 0 && at.token + r * apart < tokens)
-      of.out[static_cast<int64_t>(at.of_head) * tokens + at.token + r * apart] =
-          1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
-  }
+    for (int i = 0; i < Parts::kElements; ++i) {
+      const float scaled = row.at(p, i) * scale;
+      sum += scaled * scaled;
+    }
+  for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  const float norm = sqrtf(sum) * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+  if (there && at.lane == 0)
+    of.out[static_cast<int64_t>(at.of_head) * tokens + at.token] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -299,10 +294,12 @@ __device__ __forceinline__ float2 projection_of(const ProjectedRows& of, const f
 }
 
 template <class T>
+using ProjectedParts = RowParts<T, sizeof(T) / 2>;
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     ProjectAlignedKernel(const __grid_constant__ QueryAndKey<ProjectedRows> both, unsigned query_heads, int64_t batch,
                          int64_t tokens, int width, unsigned token_blocks, int lanes_bits, const float* times) {
-  using Parts = RowParts<T>;
+  using Parts = ProjectedParts<T>;
   BlockRow at = block_row(token_blocks, lanes_bits);
   const ProjectedRows& of = both.of(at.of_head, query_heads);
   if (at.token >= tokens) return;
@@ -342,8 +339,8 @@ __global__ void __launch_bounds__(kThreads) ProjectKernel(const __grid_constant_
 template <class T>
 int project(const QueryAndKey<ProjectedRows>& both, const Inputs& in, const float* times, cudaStream_t stream) {
   const int64_t of_heads = in.batch * (in.heads + in.kv_heads);
-  const int lanes_bits = row_lanes_bits<T>(in.dim);
-  const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, kThreads >> lanes_bits);
+  const int lanes_bits = ProjectedParts<T>::lanes_bits(in.dim);
+  const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, lanes_bits);
   bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
   for (const ProjectedRows* of : {&both.query, &both.key})
     aligned = aligned && parts_aligned<T>(of->x, of->strides, in.dim) && parts_aligned<T>(of->grad, of->strides, in.dim);
@@ -400,8 +397,8 @@ int unit_factors(const Inputs& in, float* of_query, float* of_key, cudaStream_t 
   const int64_t of_heads = in.batch * (both.query.heads + both.key.heads);
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
-    const int lanes_bits = row_lanes_bits<T>(in.dim);
-    const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, kUnitRows * (kThreads >> lanes_bits));
+    const int lanes_bits = UnitParts<T>::lanes_bits(in.dim);
+    const int64_t token_blocks = token_blocks_of(of_heads, in.tokens, lanes_bits);
     bool aligned = token_blocks > 0 && in.dim <= kMaxRowWidth;
     for (const UnitRows* of : {&both.query, &both.key})
       aligned = aligned && (of->heads == 0 || parts_aligned<T>(of->x, of->strides, in.dim));
