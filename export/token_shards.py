@@ -19,9 +19,18 @@ import torch
 from leanfleet import communicators
 from leanfleet.decoder_contract import WORLD
 from leanfleet.export.linear_attention import NORMALIZER_EPS, UnitFeatures
-from leanfleet.export.torch_ops import all_gather, all_reduce, causal_linear_decay, normalized_linear_attention
+from leanfleet.export.torch_ops import (
+    all_gather,
+    all_reduce,
+    causal_linear_decay,
+    normalized_linear_attention,
+    normalized_linear_attention_grad,
+)
 
 _NARROW = torch.float16, torch.bfloat16
+_UNIT_EPS = 1e-12  # a row of less is divided by it, and its gradient is not projected, as in the operator
+_NO_GRADIENTS = "rank is given, with which there are no gradients: leave it out, or call it under torch.no_grad()"
+_AT_ONCE = 4096  # tokens of which gradients between ranks are made at once
 
 
 class _Gather(torch.autograd.Function):
@@ -108,8 +117,8 @@ def normalized_over_ranks(
     """NormalizedLinearAttention with normalize_qk over a text of which each rank has a piece, in the order of the ranks.
 
     query T [B,H,N,D], key T [B,Hkv,N,D], value T [B,Hkv,N,Dv]: this rank's tokens. Returns T [B,H,N,Dv]. Others as in
-    decay_over_ranks, gradients too. Where nothing asks for gradients it is the operator itself with carried sums, which have
-    none; else decay_over_ranks over rows (1, q), (1, k) and (v, 1) in float32, where one state holds all sums. That is slower.
+    decay_over_ranks, gradients too: the operator's within a rank, and a few products with what other ranks sum up. Of float64 it
+    is decay_over_ranks over rows (1, q), (1, k) and (v, 1), where one state holds all sums.
 
     Example:
         import torch
@@ -120,10 +129,16 @@ def normalized_over_ranks(
         with communicators.create():
             print(normalized_over_ranks(q, k, v).shape)      # torch.Size([1, 2, 8, 16])
     """
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if not wants_grad and value.dtype != torch.float64:
-        return _normalized(query, key, value, communicator, world or communicators.world_of(communicator) or 1, rank)
-    summed = torch.cat([value.float(), torch.ones_like(value[..., :1], dtype=torch.float32)], -1)
+    if value.dtype != torch.float64:
+        world = world or communicators.world_of(communicator) or 1
+        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if wants_grad and rank is not None:
+            raise ValueError(_NO_GRADIENTS)
+        if wants_grad:
+            trained: torch.Tensor = _Normalized.apply(query, key, value, communicator, world)
+            return trained
+        return _normalized(query, key, value, communicator, world, rank)[0]
+    summed = torch.cat([value, torch.ones_like(value[..., :1])], -1).float()
     rows = UnitFeatures.query(query), UnitFeatures.key(key)
     both = decay_over_ranks(*rows, summed, communicator=communicator, world=world, rank=rank)
     assert isinstance(both, torch.Tensor)
@@ -132,8 +147,8 @@ def normalized_over_ranks(
 
 def _normalized(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None
-) -> torch.Tensor:
-    """normalized_over_ranks without gradients: what the ranks before sum up to goes into the operator."""
+) -> tuple[torch.Tensor, ...]:
+    """(output, normaliser, and what the ranks before sum up: state, key sum, value sum), of operators alone."""
     _, _, *own = normalized_linear_attention(query, key, value, normalize_qk=True, return_state=True)
     flat = [x.flatten(1).float() if x.dim() > 1 else x.unsqueeze(1).float() for x in own]  # [B,...] each
     gathered = _gathered(torch.cat(flat, 1), communicator, world, rank)  # one exchange
@@ -141,8 +156,7 @@ def _normalized(
     sums = torch.where(earlier.view(-1, 1, 1), gathered, torch.zeros((), device=key.device)).sum(0)
     parts = sums.split([x.shape[1] for x in flat], 1)
     state, key_sum, value_sum, count = (part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, own, strict=True))
-    output: torch.Tensor
-    output, *_ = normalized_linear_attention(
+    output, normalizer, *_ = normalized_linear_attention(
         query,
         key,
         value,
@@ -152,14 +166,95 @@ def _normalized(
         initial_count=count,
         normalize_qk=True,
     )
-    return output
+    return output, normalizer, state, key_sum, value_sum
+
+
+class _Normalized(torch.autograd.Function):
+    """_normalized with gradients.
+
+    With unit rows q_i, k_j, w_i = grad_o_i / g_i and r_i = o_i . w_i, a rank's tokens and those of others add to each other's
+    gradients by sums of the ranks before, S = sum of k_j v_j^T and K = sum of k_j, and of those behind, M = sum of q_i w_i^T,
+    R = sum of r_i q_i and W = sum of w_i:
+
+        grad_q_i += S w_i - r_i K,  grad_k_j += M v_j - R,  grad_v_j += M^T k_j + W.
+
+    Source: equations 16 to 21 of "Linear Attention Optimized GPU Kernel Implementation", as in the gradient operator, with
+    sums over tokens cut into those of a rank and of the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, communicator: str, world: int
+    ) -> torch.Tensor:
+        output, normalizer, state, key_sum, _ = _normalized(query, key, value, communicator, world, None)
+        ctx.save_for_backward(query, key, value, output, normalizer, state, key_sum)
+        ctx.ranks = communicator, world
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, normalizer, state, key_sum = ctx.saved_tensors
+        grad_output = grads[0].contiguous()
+        grad_query, grad_key, grad_value = normalized_linear_attention_grad(
+            query,
+            key,
+            value,
+            output=output,
+            normalizer=normalizer,
+            grad_output=grad_output,
+            normalize_qk=True,
+            grad_coefficients=False,
+        )[:3]
+        batch, heads = key.shape[:2]
+        pieces = [slice(i, i + _AT_ONCE) for i in range(0, key.shape[2], _AT_ONCE)]
+
+        def by_key_head(rows: torch.Tensor) -> torch.Tensor:  # [B,H,n,...] to [B,Hkv,H/Hkv * n,...]
+            return rows.reshape(batch, heads, -1, *rows.shape[3:])
+
+        own = [state.new_zeros(*state.shape), torch.zeros_like(key_sum), state.new_zeros(batch, heads, value.shape[3])]
+        for piece in pieces:
+            unit, norm = _unit_rows(query[:, :, piece])
+            held = normalizer[:, :, piece].abs() < NORMALIZER_EPS
+            weight = grad_output[:, :, piece] / normalizer[:, :, piece].clamp(min=NORMALIZER_EPS).unsqueeze(-1)
+            rest = (output[:, :, piece] * weight).sum(-1, keepdim=True).masked_fill(held.unsqueeze(-1), 0)
+            narrow = by_key_head(weight.to(value.dtype))
+            own[0] += by_key_head(unit).mT @ narrow
+            own[1] += by_key_head(rest * unit).sum(2)
+            own[2] += by_key_head(weight).sum(2)
+            of_query = (narrow @ state.to(value.dtype).mT).view_as(unit) - rest * key_sum.repeat_interleave(
+                query.shape[1] // heads, 1
+            ).unsqueeze(2)
+            grad_query[:, :, piece] += _projected(of_query, unit, norm)
+        communicator, world = ctx.ranks
+        flat = torch.cat([x.flatten(1) for x in own], 1)
+        later = _gathered(flat, communicator, world, None)[communicators.rank_of(communicator) + 1 :].sum(0)
+        behind = [part.reshape(x.shape) for part, x in zip(later.split([x[0].numel() for x in own], 1), own, strict=True)]
+        products = behind[0].to(value.dtype)
+        for piece in pieces:
+            unit, norm = _unit_rows(key[:, :, piece])
+            of_key = value[:, :, piece] @ products.mT - behind[1].unsqueeze(2)
+            grad_key[:, :, piece] += _projected(of_key, unit, norm)
+            grad_value[:, :, piece] += unit @ products + behind[2].unsqueeze(2)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of unit length in their type, what they were divided by in float32 [...,1])."""
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=_UNIT_EPS)
+    return (rows / norm).to(rows.dtype), norm
+
+
+def _projected(grad: torch.Tensor, unit: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """The gradient of rows from that of unit rows made of them: (dy - y (y . dy)) / |x|."""
+    along = (grad * unit).sum(-1, keepdim=True, dtype=torch.float32).masked_fill(norm <= _UNIT_EPS, 0)
+    return (grad - along * unit) / norm
 
 
 def _gathered(tensor: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None) -> torch.Tensor:
     """[W,...] of a rank's tensor [...]."""
     wants_grad = torch.is_grad_enabled() and tensor.requires_grad
     if wants_grad and rank is not None:
-        raise ValueError("rank is given, with which there are no gradients: leave it out, or call it under torch.no_grad()")
+        raise ValueError(_NO_GRADIENTS)
     gather = _Gather.apply if wants_grad else functools.partial(all_gather, communicator=communicator, world=world)
     found: torch.Tensor = gather(tensor.unsqueeze(0), *((communicator, world) if wants_grad else ()))
     return found
