@@ -117,8 +117,8 @@ def normalized_over_ranks(
     """NormalizedLinearAttention with normalize_qk over a text of which each rank has a piece, in the order of the ranks.
 
     query T [B,H,N,D], key T [B,Hkv,N,D], value T [B,Hkv,N,Dv]: this rank's tokens. Returns T [B,H,N,Dv]. Others as in
-    decay_over_ranks, gradients too: the operator's within a rank, and a few products with what other ranks sum up. Of float64 it
-    is decay_over_ranks over rows (1, q), (1, k) and (v, 1), where one state holds all sums.
+    decay_over_ranks, gradients too: the operator's within a rank, and a few products with what other ranks sum up. Of float64
+    it is decay_over_ranks over rows (1, q), (1, k) and (v, 1), where one state holds all sums.
 
     Example:
         import torch

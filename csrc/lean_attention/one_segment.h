@@ -27,7 +27,7 @@ LEANFLEET_HD constexpr int one_segment_ctas(int width, bool small) { return !sma
 constexpr int one_segment_shared_bytes(int width, int rows, bool small, bool in_cluster) {
   const int warps = one_segment_warps(width, small);
   const int inbox = in_cluster ? (rows * width / 4 + 16) * 24 : 16, staged = 3 * rows * (width + 8) * 2;
-  return inbox + staged + 4 * rows + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
+  return inbox + staged + 8 * rows + 2 * rows * warps * 4 + 8 + rows + 15 + warps * rows * (width + 4) * 4;
 }
 // Rows of a unit. width: columns of a row, or of the registers for them.
 inline int one_segment_rows(int width, int rows, bool narrow) { return rows <= 8 || width > 128 || narrow ? 8 : 16; }
