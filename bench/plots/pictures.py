@@ -47,7 +47,7 @@ def draw(folder: Path) -> list[Path]:
         (report,) = read(f"{name}.json")
         made.append(folder / f"{name}.svg")
         make(report, made[-1])
-    for gpu in ("h100",):
+    for gpu in ("h100", "h200"):
         made.append(folder / f"context_parallel_growth_{gpu}.svg")
         plot_context_parallel.scaling(shared_contexts(gpu), made[-1])
     made += plot_end_to_end.plot(whole_models(), folder)
