@@ -141,15 +141,11 @@ LEFT = {
         "needs four GPUs: models.tensor_parallel OUT --gpus 4 --share context --context 1048576 --batches 1 --fill"
     ),
     "context_parallel_h200": (
-        "needs two GPUs: kernels.context_parallel OUT --only llama,figure9,drawn,heads,batches --seed "
-        "181487108 --rounds 21"
+        "needs two GPUs: kernels.context_parallel OUT --only llama,figure9,drawn,heads,batches --seed 181487108 --rounds 21"
     ),
     "tensor_parallel_8b_2_h200": "needs two GPUs: models.tensor_parallel OUT --shape llama-3-8b --context 8192",
     "tensor_parallel_8b_h200": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-8b --context 8192",
-    "tensor_parallel_70b_h200": (
-        "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-70b --context "
-        "8192"
-    ),
+    "tensor_parallel_70b_h200": ("needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-70b --context 8192"),
     "vllm_8b_2_h200": "needs two GPUs and vLLM: models.vllm ours, vllm, table, of models.serving export --gpus 2",
     "tensor_parallel_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --serve --seconds 200",
     "tensor_parallel_8b_h100": "needs four GPUs: models.tensor_parallel OUT --gpus 4 --shape llama-3-8b --context 8192",
@@ -181,7 +177,9 @@ LEFT = {
         "needs two GPUs: models.train_scale train OUT --ways ours,softmax,fla --gpus 2 --batch-tokens 131072, then validate; "
         "then the same with --ways ours-gated,simple-gla --like OUT, and add"
     ),
-    "train_scale_speed_4_h200": "needs four GPUs: models.train_scale speed OUT --gpus 4 --contexts 8192 --ways ours,softmax,fla",
+    "train_scale_speed_4_h200": (
+        "needs four GPUs: models.train_scale speed OUT --gpus 4 --contexts 8192 --ways ours,softmax,fla"
+    ),
     "train_scale_speed_h200": "needs two GPUs: models.train_scale speed OUT --gpus 2 --warm 4 --timed 8",
     "genai_h200": "needs onnxruntime-genai-cuda: models.vllm genai",
     "vllm_h200": "needs vLLM in an environment of its own: models.vllm",
