@@ -232,9 +232,7 @@ class _Normalized(torch.autograd.Function):
         products = behind[0].to(value.dtype)
         for piece in pieces:
             unit, norm = _unit_rows(key[:, :, piece])
-            _add_projected(
-                grad_key[:, :, piece], (value[:, :, piece] @ products.mT).sub_(behind[1].unsqueeze(2)), unit, inverse
-            )
+            _add_projected(grad_key[:, :, piece], (value[:, :, piece] @ products.mT).sub_(behind[1].unsqueeze(2)), unit, norm)
             grad_value[:, :, piece] += (unit @ products).add_(behind[2].unsqueeze(2))
         return grad_query, grad_key, grad_value, None, None
 
