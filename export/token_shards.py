@@ -28,7 +28,7 @@ from leanfleet.export.torch_ops import (
 )
 
 _NARROW = torch.float16, torch.bfloat16
-_UNIT_EPS = 1e-12  # a row of less is divided by it, and its gradient is not projected, as in the operator
+_UNIT_EPS = 1e-12  # a row of no more is divided by it, and its gradient is not projected, as in the operator
 _NO_GRADIENTS = "rank is given, with which there are no gradients: leave it out, or call it under torch.no_grad()"
 _AT_ONCE = 8192  # tokens of which gradients between ranks are made at once
 
@@ -148,14 +148,18 @@ def normalized_over_ranks(
 def _normalized(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, communicator: str, world: int, rank: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """(output, normaliser, and what the ranks before sum up: state, key sum, value sum), of operators alone."""
+    """(output, normaliser, the state and the key sum of the ranks before, the mean of all values), of operators alone."""
     _, _, *own = normalized_linear_attention(query, key, value, normalize_qk=True, return_state=True)
     flat = [x.flatten(1).float() if x.dim() > 1 else x.unsqueeze(1).float() for x in own]  # [B,...] each
     gathered = _gathered(torch.cat(flat, 1), communicator, world, rank)  # one exchange
     earlier = torch.arange(world, device=key.device) < (communicators.rank_of(communicator) if rank is None else rank)
     sums = torch.where(earlier.view(-1, 1, 1), gathered, torch.zeros((), device=key.device)).sum(0)
-    parts = sums.split([x.shape[1] for x in flat], 1)
-    state, key_sum, value_sum, count = (part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, own, strict=True))
+    widths = [x.shape[1] for x in flat]
+    state, key_sum, value_sum, count = (
+        part.reshape(x.shape).to(x.dtype) for part, x in zip(sums.split(widths, 1), own, strict=True)
+    )
+    *_, all_values, all_tokens = gathered.sum(0).split(widths, 1)
+    mean = (all_values / all_tokens.clamp(min=1)).view_as(value_sum)
     output, normalizer, *_ = normalized_linear_attention(
         query,
         key,
@@ -166,17 +170,19 @@ def _normalized(
         initial_count=count,
         normalize_qk=True,
     )
-    return output, normalizer, state, key_sum, value_sum
+    return output, normalizer, state, key_sum, mean
 
 
 class _Normalized(torch.autograd.Function):
     """_normalized with gradients.
 
-    With unit rows q_i, k_j, w_i = grad_o_i / g_i and r_i = o_i . w_i, a rank's tokens and those of others add to each other's
-    gradients by sums of the ranks before, S = sum of k_j v_j^T and K = sum of k_j, and of those behind, M = sum of q_i w_i^T,
-    R = sum of r_i q_i and W = sum of w_i:
+    With unit rows q_i, k_j, w_i = grad_o_i / g_i and any one vector c, a rank's tokens and those of others add to each other's
+    gradients by sums of the ranks before, S = sum of k_j (v_j - c)^T and K = sum of k_j, and of those behind, M = sum of
+    q_i w_i^T, R = sum of r_i q_i and W = sum of w_i, where r_i = (o_i - c) . w_i:
 
-        grad_q_i += S w_i - r_i K,  grad_k_j += M v_j - R,  grad_v_j += M^T k_j + W.
+        grad_q_i += S w_i - r_i K,  grad_k_j += M (v_j - c) - R,  grad_v_j += M^T k_j + W.
+
+    c is the mean of all values: without it the two parts of grad_q and grad_k nearly cancel where values have a mean.
 
     Source: equations 16 to 21 of "Linear Attention Optimized GPU Kernel Implementation", as in the gradient operator, with
     sums over tokens cut into those of a rank and of the others.
@@ -186,14 +192,15 @@ class _Normalized(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, communicator: str, world: int
     ) -> torch.Tensor:
-        output, normalizer, state, key_sum, _ = _normalized(query, key, value, communicator, world, None)
-        ctx.save_for_backward(query, key, value, output, normalizer, state, key_sum)
+        output, *sums = _normalized(query, key, value, communicator, world, None)
+        ctx.save_for_backward(query, key, value, output, *sums)
         ctx.ranks = communicator, world
         return output
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, normalizer, state, key_sum = ctx.saved_tensors
+        query, key, value, output, normalizer, state, key_sum, mean = ctx.saved_tensors
         grad_output = grads[0].contiguous()
         grad_query, grad_key, grad_value = normalized_linear_attention_grad(
             query,
@@ -206,46 +213,52 @@ class _Normalized(torch.autograd.Function):
             grad_coefficients=False,
         )[:3]
         batch, heads = key.shape[:2]
+        group = query.shape[1] // heads
         pieces = [slice(i, i + _AT_ONCE) for i in range(0, key.shape[2], _AT_ONCE)]
+        kind = torch.float32 if value.dtype == torch.float16 else value.dtype  # weights and sums may be beyond float16's range
 
         def by_key_head(rows: torch.Tensor) -> torch.Tensor:  # [B,H,n,...] to [B,Hkv,H/Hkv * n,...]
             return rows.reshape(batch, heads, -1, *rows.shape[3:])
 
-        own = [torch.zeros_like(state), torch.zeros_like(key_sum), state.new_zeros(batch, heads, value.shape[3])]
-        before = state.to(value.dtype).mT
+        own = [torch.zeros_like(state), torch.zeros_like(key_sum), torch.zeros_like(mean)]
+        before = (state - key_sum.unsqueeze(-1) * mean.unsqueeze(2)).to(kind).mT
+        query_mean = mean.repeat_interleave(group, 1).unsqueeze(2)
         for piece in pieces:
-            unit, norm = _unit_rows(query[:, :, piece])
-            held = (normalizer[:, :, piece].abs() < NORMALIZER_EPS).unsqueeze(-1)
-            divisor = normalizer[:, :, piece].clamp(min=NORMALIZER_EPS).unsqueeze(-1)
-            weight = _narrow_product(grad_output[:, :, piece], divisor.reciprocal())
-            rest = (output[:, :, piece] * weight).sum(-1, keepdim=True, dtype=torch.float32).masked_fill(held, 0)
+            unit, norm = _unit_rows(query[:, :, piece], kind)
+            divisor = normalizer[:, :, piece].unsqueeze(-1)
+            held = divisor.abs() < NORMALIZER_EPS
+            divisor = torch.where(held, torch.full_like(divisor, NORMALIZER_EPS).copysign(divisor), divisor)
+            weight = _product(grad_output[:, :, piece], divisor.reciprocal(), kind)
+            rest = ((output[:, :, piece] - query_mean) * weight).sum(-1, keepdim=True).masked_fill(held, 0)
             units, weights, rests = by_key_head(unit), by_key_head(weight), by_key_head(rest)
             own[0] += units.mT @ weights
-            own[1] += (rests.to(units.dtype).mT @ units).squeeze(2)
+            own[1] += (rests.to(kind).mT @ units).squeeze(2)
             own[2] += weights.sum(2, dtype=torch.float32)
             of_query = (weights @ before).addcmul_(rests, key_sum.unsqueeze(2), value=-1)
             _add_projected(grad_query[:, :, piece], of_query.view_as(unit), unit, norm)
         communicator, world = ctx.ranks
-        flat = torch.cat([x.flatten(1) for x in own], 1)
-        later = _gathered(flat, communicator, world, None)[communicators.rank_of(communicator) + 1 :].sum(0)
-        behind = [part.reshape(x.shape) for part, x in zip(later.split([x[0].numel() for x in own], 1), own, strict=True)]
-        products = behind[0].to(value.dtype)
+        flat = [x.flatten(1) for x in own]
+        later = _gathered(torch.cat(flat, 1), communicator, world, None)[communicators.rank_of(communicator) + 1 :].sum(0)
+        parts = later.split([x.shape[1] for x in flat], 1)
+        products, rests, weights = (part.reshape(x.shape) for part, x in zip(parts, own, strict=True))
+        products = products.to(kind)
         for piece in pieces:
-            unit, norm = _unit_rows(key[:, :, piece])
-            _add_projected(grad_key[:, :, piece], (value[:, :, piece] @ products.mT).sub_(behind[1].unsqueeze(2)), unit, norm)
-            grad_value[:, :, piece] += (unit @ products).add_(behind[2].unsqueeze(2))
+            unit, norm = _unit_rows(key[:, :, piece], kind)
+            of_key = ((value[:, :, piece] - mean.unsqueeze(2)).to(kind) @ products.mT).sub_(rests.unsqueeze(2))
+            _add_projected(grad_key[:, :, piece], of_key, unit, norm)
+            grad_value[:, :, piece] += (unit @ products).add_(weights.unsqueeze(2))
         return grad_query, grad_key, grad_value, None, None
 
 
-def _narrow_product(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """rows times float32 [...,1], in the rows' type without a copy in float32."""
-    return torch.mul(rows, by, out=torch.empty_like(rows, memory_format=torch.contiguous_format))
+def _product(rows: torch.Tensor, by: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """rows times float32 [...,1] as `kind`, without a copy in float32."""
+    return torch.mul(rows, by, out=torch.empty(rows.shape, dtype=kind, device=rows.device))
 
 
-def _unit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of unit length in their type, what they were divided by in float32 [...,1])."""
+def _unit_rows(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of unit length as `kind`, what they were divided by in float32 [...,1])."""
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=_UNIT_EPS)
-    return _narrow_product(rows, norm.reciprocal()), norm
+    return _product(rows, norm.reciprocal(), kind), norm
 
 
 def _add_projected(to: torch.Tensor, grad: torch.Tensor, unit: torch.Tensor, norm: torch.Tensor) -> None:

@@ -501,6 +501,33 @@ def token_shards(rank, world, id, seed, device="cpu"):
     return worst, calls
 
 
+def long_token_shards(rank, world, id, seed):
+    """The largest error of gradients of normalized_over_ranks over a text of some thousand tokens with small gradients and values
+    that have a mean, in units of twice what the operator over all of it loses and four roundings of the largest number."""
+    import torch
+
+    from leanfleet.export import normalized_linear_attention, normalized_over_ranks, reference
+
+    torch.set_num_threads(1)
+    draw, worst = torch.Generator().manual_seed(seed), 0.0
+    with communicators.create("world", rank, world, id=id, engine="shared_memory", timeout=60):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            shapes = (2, 8), (1, 8), (1, 8), (2, 8)
+            query, key, value, outer = (torch.randn(1, heads, 1200 * world, width, generator=draw) for heads, width in shapes)
+            given, outer = [x.to(dtype) for x in (query, key + 1, value + 1)], (1e-2 * outer).to(dtype)
+            exact, whole = ([x.to(t, copy=True).requires_grad_() for x in given] for t in (torch.float64, dtype))
+            own = [x.chunk(world, 2)[rank].clone().requires_grad_() for x in given]
+            reference.normalized_linear_attention(*exact, normalize_qk=1)[0].backward(outer.double())
+            normalized_linear_attention(*whole, normalize_qk=1)[0].backward(outer)
+            normalized_over_ranks(*own).backward(outer.chunk(world, 2)[rank])
+            for ours, plain, right in zip(own, whole, exact, strict=True):
+                eps, lost = max(torch.finfo(dtype).eps, 1e-6), float((plain.grad - right.grad).abs().max())
+                right = right.grad.chunk(world, 2)[rank]
+                allowed = 2 * lost + 4 * eps * float(right.abs().max())
+                worst = max(worst, float((ours.grad - right).abs().max()) / allowed)
+    return worst
+
+
 def token_shards_as_nodes(rank, world, id, folder):
     """Exported layers over a text that ranks share, one file for all, in ONNX Runtime: the largest difference to PyTorch's over
     all of it, in 16 bits over the type's precision."""
