@@ -17,13 +17,14 @@
 // Rows of fewer columns than kWidth (kPartial) have zeros for the others, which are neither read nor written.
 //
 // Quantised caches (kNarrow) are read the same way, 32 tokens at once, or 16 of 256 bytes. Values become halves in registers. So do
-// fp8 keys and their query, whose rows are divided by a power of two. Keys of integers (kByteKeys) are multiplied as they are. Their
-// query's rows become integers of 16 bits, whose upper bytes are 8 rows of a product S = Q K^T and whose lower bytes the 8 others:
-// what is lost is the rounding of the query, 2^-15 of its row's largest number at most. A lane has tokens 2 t, 2 t + 1, 2 t + 8,
-// 2 t + 9 of row g then. Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15, or R / 4 from R / 4 t on where rows are
-// shorter than 64; of values bytes 128 c + 16 g .. + 15, or R / 8 from R / 8 g on; of outputs the columns of its values, two in each
-// output[m]. Scales of keys are factors of the query's columns, of rows or of logits; those of values are factors of the weights,
-// which `lift` keeps in half's range, or of the output.
+// fp8 keys and their query, whose rows are divided by a power of two. Keys of integers (kByteKeys) are multiplied as they are.
+// Their query's rows become integers of up to 16 bits, whose upper bytes are 8 rows of a product S = Q K^T and whose lower bytes
+// the 8 others. All that is lost is the rounding of the query, by at most 2^-14 of the power of two at or below its row's largest
+// number, which leaves bfloat16 as it is down to 1/64 of that. A lane has tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of row g then. Of a
+// row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15, or R / 4 from R / 4 t on where rows are shorter than 64; of values
+// bytes 128 c + 16 g .. + 15, or R / 8 from R / 8 g on; of outputs the columns of its values, two in each output[m]. Scales of keys
+// are factors of the query's columns, of rows or of logits; those of values are factors of the weights, which `lift` keeps in
+// half's range, or of the output.
 #pragma once
 
 #include "lean_attention/cluster.cuh"
@@ -483,13 +484,12 @@ struct DirectCta {
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 
-  // The same for keys of integers, as numbers of 16 bits: the upper bytes of 4 columns, their lower ones, both with a sign, and those of
+  // The same for keys of integers, as integers, 2^13 at that power: the upper bytes of 4 columns, their lower ones, both with a sign, and those of
   // the 4 others. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that is not finite
   // gets NaN for a factor.
-  static constexpr int kLargestNumber = 127 * 256 + 127;
+  static constexpr int kOfPower = 1 << 13, kLargestNumber = 2 * kOfPower;
   __device__ __forceinline__ uint4 as_bytes(const uint4& from, int head, int which, int row, int column) const {
     const QueryPart part = query_part(from, head, column);
-    constexpr float kOfPower = kLargestNumber / 2;  // numbers are below twice the power
     const float inverse = inverse_power(part.power);
     int number[8], sum = 0;
     float zero_or_nan = 0.0f;
@@ -497,11 +497,12 @@ struct DirectCta {
     for (int i = 0; i < 8; ++i) {
       const float x = i % 2 == 0 ? part.x[i / 2].x : part.x[i / 2].y;
       zero_or_nan += x * 0.0f;
-      number[i] = clamp(static_cast<int>(rintf(x * inverse * kOfPower)), -kLargestNumber, kLargestNumber);
+      number[i] = clamp(static_cast<int>(rintf(x * inverse * static_cast<float>(kOfPower))), -kLargestNumber, kLargestNumber);
       sum += number[i];
     }
     zero_or_nan = sum_of_lanes<1, kRowChunks>(zero_or_nan);
-    if (column == 0) shared.row_power[which][row] = logit_factor(part.power) * (1.0f / kOfPower) + zero_or_nan;
+    if (column == 0)
+      shared.row_power[which][row] = logit_factor(part.power) * (1.0f / static_cast<float>(kOfPower)) + zero_or_nan;
     if constexpr (kKeys == kInt4) {
 #pragma unroll
       for (int offset = 1; offset < kRowChunks; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
