@@ -484,9 +484,9 @@ struct DirectCta {
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 
-  // The same for keys of integers, as integers, 2^13 at that power: the upper bytes of 4 columns, their lower ones, both with a sign, and those of
-  // the 4 others. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that is not finite
-  // gets NaN for a factor.
+  // The same for keys of integers, as integers, 2^13 at that power: the upper bytes of 4 columns, their lower ones, both with a sign,
+  // and those of the 4 others. Of int4 even columns come before odd ones, as a word's nibbles become bytes. A row with a number that
+  // is not finite gets NaN for a factor.
   static constexpr int kOfPower = 1 << 13, kLargestNumber = 2 * kOfPower;
   __device__ __forceinline__ uint4 as_bytes(const uint4& from, int head, int which, int row, int column) const {
     const QueryPart part = query_part(from, head, column);
