@@ -10,6 +10,7 @@ from torch import nn
 from leanfleet import spec
 from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS, keeps_keys
 from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
+from leanfleet.export.reference import UNIT_ROW_EPS
 from leanfleet.export.torch_ops import causal_linear_decay, normalized_linear_attention
 
 NORMALIZER_EPS: Any = spec.all_specs()["NormalizedLinearAttention"].attr("eps").default  # a denominator is at least so much
@@ -222,7 +223,7 @@ class UnitFeatures:
     @staticmethod
     def query(rows: torch.Tensor) -> torch.Tensor:
         """(1, q / |q|) float32 [...,D+1] of rows [...,D]."""
-        unit = torch.nn.functional.normalize(rows.float(), dim=-1, eps=1e-12)
+        unit = torch.nn.functional.normalize(rows.float(), dim=-1, eps=UNIT_ROW_EPS)
         return torch.cat([torch.ones_like(unit[..., :1]), unit], -1)
 
     key = query

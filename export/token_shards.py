@@ -19,6 +19,7 @@ import torch
 from leanfleet import communicators
 from leanfleet.decoder_contract import WORLD
 from leanfleet.export.linear_attention import NORMALIZER_EPS, UnitFeatures
+from leanfleet.export.reference import UNIT_ROW_EPS
 from leanfleet.export.torch_ops import (
     all_gather,
     all_reduce,
@@ -28,7 +29,6 @@ from leanfleet.export.torch_ops import (
 )
 
 _NARROW = torch.float16, torch.bfloat16
-_UNIT_EPS = 1e-12  # a row of no more is divided by it, and its gradient is not projected, as in the operator
 _NO_GRADIENTS = "rank is given, with which there are no gradients: leave it out, or call it under torch.no_grad()"
 _AT_ONCE = 8192  # tokens of which gradients between ranks are made at once
 
@@ -158,8 +158,8 @@ def _normalized(
     state, key_sum, value_sum, count = (
         part.reshape(x.shape).to(x.dtype) for part, x in zip(sums.split(widths, 1), own, strict=True)
     )
-    *_, all_values, all_tokens = gathered.sum(0).split(widths, 1)
-    mean = (all_values / all_tokens.clamp(min=1)).view_as(value_sum)
+    *_, all_values, all_tokens = gathered.split(widths, 2)
+    mean = (all_values.sum(0) / all_tokens.sum(0).clamp(min=1)).view_as(value_sum)
     output, normalizer, *_ = normalized_linear_attention(
         query,
         key,
@@ -257,13 +257,13 @@ def _product(rows: torch.Tensor, by: torch.Tensor, kind: torch.dtype) -> torch.T
 
 def _unit_rows(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows of unit length as `kind`, what they were divided by in float32 [...,1])."""
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=_UNIT_EPS)
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=UNIT_ROW_EPS)
     return _product(rows, norm.reciprocal(), kind), norm
 
 
 def _add_projected(to: torch.Tensor, grad: torch.Tensor, unit: torch.Tensor, norm: torch.Tensor) -> None:
     """Adds the gradient of rows x, from that of unit rows made of them: (dy - y (y . dy)) / |x|."""
-    along = (grad * unit).sum(-1, keepdim=True, dtype=torch.float32).masked_fill(norm <= _UNIT_EPS, 0)
+    along = (grad * unit).sum(-1, keepdim=True, dtype=torch.float32).masked_fill(norm <= UNIT_ROW_EPS, 0)
     to.addcmul_(grad, norm.reciprocal()).addcmul_(unit, along / norm, value=-1)
 
 

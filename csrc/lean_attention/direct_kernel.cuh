@@ -465,9 +465,7 @@ struct DirectCta {
       }
       largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
     }
-#pragma unroll
-    for (int offset = 1; offset < kRowChunks; offset *= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+    largest = max_of_lanes<1, kRowChunks>(largest);
     part.power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f;
     return part;
   }
