@@ -1,4 +1,8 @@
-"""What CUDA costs to compile: later changes keep below these caps, on a machine like CI's (two cores)."""
+"""What CUDA costs to compile: later changes keep below these caps.
+
+The number of kernels says the same on every machine and is the cap that growth meets. Seconds do not: what takes 850 CPU seconds
+on a quiet machine took 1,030 "on quiet cores" on another with neighbours, as the yardstick feels less of them than nvcc does.
+"""
 
 import json
 import re
@@ -9,7 +13,8 @@ import pytest
 from support.cpu_time import time_compile
 from support.paths import ROOT
 
-MOST_SECONDS = 950  # CPU seconds of all CUDA files on quiet cores, sm_90a and the PTX of sm_80
+MOST_KERNELS = 1900  # instances of all __global__ functions
+MOST_SECONDS = 1500  # CPU seconds of all CUDA files on quiet cores, sm_90a and the PTX of sm_80: 13 minutes on CI's two cores
 MOST_OF_A_FILE = 100  # so that no file is waited for
 
 
@@ -31,13 +36,13 @@ def test_cuda_compiles_within_its_caps():
 
 
 def test_no_kernel_is_compiled_in_two_files():
-    """As happens where a function of a header that is no template calls what a file makes an instance of."""
+    """As happens where a function of a header that is no template calls what a file makes an instance of. Few are compiled."""
     folder, homes = compiled_log().parent, {}
     for name in re.findall(r"^build (\S+\.cu\.o):", (folder / "build.ninja").read_text(), re.MULTILINE):
         symbols = subprocess.run(["nm", folder / name], capture_output=True, text=True, check=True).stdout
         for kernel in set(re.findall(r" _Z\w*?__device_stub__(\w+)", symbols)):
             homes.setdefault(kernel, []).append(name)
-    assert len(homes) > 100
+    assert 100 < len(homes) <= MOST_KERNELS
     assert not {kernel: names for kernel, names in homes.items() if len(names) > 1}
 
 
