@@ -47,7 +47,7 @@ class Ours:
         if (requests, tokens) not in self.decoders:
             given = {"providers": ["CPUExecutionProvider"], "session_options": self.options}
             if has_serving(self.folder):
-                pages = requests * -(-(tokens + STEPS + 1) // self.facts["block"])
+                pages = requests * -(-(tokens + STEPS + 1) // self.facts["serving"]["block"])
                 step_tokens = min(requests * tokens, STEP_TOKENS)
                 found = ContinuousBatch(self.folder, pages, requests, step_tokens, share=False, **given)
             else:

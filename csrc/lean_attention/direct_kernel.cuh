@@ -1187,6 +1187,9 @@ enum class UnitOf { kOneCta, kCluster, kAnyCtas };
 template <class T, int kWidth, int kRows, bool kSmall, UnitOf kOf, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_segment_ctas(kWidth, kSmall))
     OneSegmentKernel(const __grid_constant__ OneSegmentLaunch launch) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (kOf == UnitOf::kCluster) return;  // there are none to be launched: nothing of it is compiled
+#endif
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
   using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kOf == UnitOf::kCluster>;
   using Cta = DirectCta<T, kWidth, true, kKeys, kValues, kKeys == kOfT, Shared, true, kRows / 8>;
