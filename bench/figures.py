@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.kernels import (
     attention_drawn,
+    block_linear,
     causal_conv,
     collectives,
     context_parallel,
@@ -89,6 +90,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor_parallel_70b_h200": of("tensor_parallel_70b_h200", tensor_parallel.table),
     "vllm_8b_2_h200": of("vllm_8b_2_h200", vllm.text),
     "context_parallel_growth_h200": lambda: context_parallel.growth_table(pictures.shared_contexts("h200")),
+    "block_linear_cpu": of("block_linear_cpu", block_linear.table),
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx2_epyc": dated("cpu_avx2_epyc", lambda r: cpu.table(r["machine"], r["rows"])),

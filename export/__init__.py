@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.token_shards import normalized_over_ranks as normalized_over_ranks
     from leanfleet.export.torch_ops import all_gather as all_gather
     from leanfleet.export.torch_ops import all_reduce as all_reduce
+    from leanfleet.export.torch_ops import block_linear as block_linear
     from leanfleet.export.torch_ops import causal_conv as causal_conv
     from leanfleet.export.torch_ops import causal_conv_ as causal_conv_
     from leanfleet.export.torch_ops import causal_linear_decay as causal_linear_decay
@@ -50,6 +51,7 @@ _HOMES = {
     "all_gather": "torch_ops",
     "all_reduce": "torch_ops",
     "calibrate": "quantised_caches",
+    "block_linear": "torch_ops",
     "causal_conv": "torch_ops",
     "causal_conv_": "torch_ops",
     "causal_linear_decay": "torch_ops",

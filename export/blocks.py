@@ -1,9 +1,9 @@
-"""Weights that stay quantised, as a GGUF file has them: as com.microsoft.MatMulNBits and GatherBlockQuantized.
+"""Weights that stay quantised, as a GGUF file has them: as BlockLinear, MatMulNBits and GatherBlockQuantized.
 
 A row of weights is cut into blocks. Weight k of row n is scale[n, b] * (q[n, k] - centre) + shift[n, b] with b its block:
-Q4_0 and Q8_0 are so by themselves, other types once q is counted from the centre of what its bits hold, which is the zero point
-that both operators take where none is given. No type has one that is an integer, and fractional ones have no fast kernel, so
-the shift is a product of its own, with the sums of the blocks of the activations: of 1/32 or 1/16 of the size.
+Q4_0 and Q8_0 are so by themselves, other types once q is counted from the centre of what its bits hold. BlockLinear takes
+them so. MatMulNBits, which knows no shift, has 8 bits without one, whose matrix an embedding may share, and 4 bits of models for
+GPUs.
 
 The numbers stay in the file as they were: a scale that GGUF has as a float16 times an integer is two arrays and a Mul, which
 ONNX Runtime computes once, while it loads the file.
@@ -20,6 +20,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from leanfleet import spec
+from leanfleet.export import function_bodies
 from leanfleet.export.fusions import MICROSOFT
 from leanfleet.export.fusions.graph import Op, adder, is_microsoft, take_over
 
@@ -320,29 +322,33 @@ class _Writer:
         """x [..., K] times the matrix."""
         op, dtype, (rows, width) = adder(self.graph, before), x.dtype, blocks.shape
         count = blocks.packed.shape[1]
-        inputs: list[Any] = [
-            x,
-            self.array(f"{name}.q", blocks.packed),
-            self.factors(op, f"{name}.scale", blocks.scale, dtype, (rows, count)),
-        ]
-        if bias is not None:
-            inputs += [None, None, self.array(f"{name}.bias", bias)]
-        made = op(
-            "MatMulNBits",
-            *inputs,
-            domain=MICROSOFT,
-            K=width,
-            N=rows,
-            bits=blocks.bits,
-            block_size=blocks.size,
-            accuracy_level=ROUNDED,
-        )
-        if blocks.least is None:
-            return made
-        cut = op("Reshape", x, op("Constant", value_ints=[0] * (len(x.shape) - 1) + [count, blocks.size]))
-        sums = op("ReduceSum", cut, op("Constant", value_ints=[-1]), keepdims=0)
-        shift = op("Transpose", self.shift(op, name, blocks, dtype), perm=[1, 0])
-        return op("Add", made, op("MatMul", sums, shift))
+        scale = self.factors(op, f"{name}.scale", blocks.scale, dtype, (rows, count))
+        of_bias = None if bias is None else self.array(f"{name}.bias", bias)
+        if blocks.least is None and (blocks.bits == 8 or dtype != ir.DataType.FLOAT):
+            inputs = [x, self.array(f"{name}.q", blocks.packed), scale, *([] if of_bias is None else [None, None, of_bias])]
+            sizes = {"K": width, "N": rows, "bits": blocks.bits, "block_size": blocks.size}
+            return op("MatMulNBits", *inputs, domain=MICROSOFT, **sizes, accuracy_level=ROUNDED)
+        weight = self.numbers(op, name, blocks)
+        shift = None if blocks.least is None else self.shift(op, name, blocks, dtype)
+        inputs = [x, weight, scale, shift, of_bias]
+        while inputs[-1] is None:
+            inputs.pop()
+        return op("BlockLinear", *inputs, domain=spec.DOMAIN, round_input=1)
+
+    def numbers(self, op: Op, name: str, blocks: Blocks) -> ir.Value:
+        """BlockLinear's weight: int4 as MatMulNBits has them, 8 bits counted from 0. Made of the array of an embedding that
+        shares the matrix, while the file is loaded."""
+        rows = blocks.shape[0]
+        if f"{name}.q" not in self.made:
+            flat = blocks.packed.reshape(rows, -1)
+            return self.array(f"{name}.numbers", flat if blocks.bits == 4 else (flat ^ np.uint8(128)).view(np.int8))
+        made = op("Reshape", self.made[f"{name}.q"], op("Constant", value_ints=[rows, -1]))
+        made.dtype = ir.DataType.UINT8
+        if blocks.bits == 8:
+            centre = op("Cast", op("Constant", value_int=128), to=ir.DataType.INT16)
+            made = op("Cast", op("Sub", op("Cast", made, to=ir.DataType.INT16), centre), to=ir.DataType.INT8)
+            made.dtype = ir.DataType.INT8
+        return made
 
     def lookup(self, before: ir.Node, tokens: Any, name: str, blocks: Blocks, dtype: Any) -> ir.Value:
         """Rows of the matrix."""
@@ -364,12 +370,17 @@ class _Writer:
         return op("Reshape", made, op("Constant", value_ints=[0] * len(tokens.shape) + [blocks.shape[1]]))
 
 
-def set_accuracy(model: ir.Model, level: int) -> bool:
-    """Sets accuracy_level of a model's MatMulNBits nodes. Returns whether there is one."""
+def multiply_exactly(model: ir.Model) -> bool:
+    """Has a model's products with blocks take activations as they are. Returns whether there is one."""
     nodes = [node for node in model.graph if is_microsoft(node, "MatMulNBits")]
     for node in nodes:
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", level)
-    return bool(nodes)
+        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", EXACT)
+    own = [node for node in model.graph if (node.domain, node.op_type) == (spec.DOMAIN, "BlockLinear")]
+    for node in own:
+        node.attributes["round_input"] = ir.AttrInt64("round_input", 0)
+    if own:
+        function_bodies.attach(model)
+    return bool(nodes or own)
 
 
 def _alike(blocks: Blocks) -> tuple:

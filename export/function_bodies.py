@@ -274,7 +274,7 @@ FORMS = {"int8": (-128.0, 127.0), "float8e4m3fn": (-448.0, 448.0), "uint8": (-8.
 
 
 def _numbers(ops, cache, form):
-    """A cache's numbers as floats [...,D], of what it is made of: a type of the schema. uint8 holds two int4."""
+    """The numbers of a cache, or of weights, as floats [...,D]. form: their type in the schema; uint8 holds two int4."""
     cache = ops.float(cache)
     if form != "uint8":
         return cache
@@ -1275,6 +1275,36 @@ def _gated_activation(ops, x, a, ranks):
     return [ops.CastLike(ops.Mul(active, up), x.gate_up)]
 
 
+# BlockLinear
+
+
+def _block_linear(ops, x, a, ranks):
+    blocks = ops.size(x.scale, 1)
+
+    def in_blocks(rows):
+        """[...,I] as [...,G,I/G]."""
+        return ops.Reshape(rows, ops.Concat(ops.Slice(ops.Shape(rows), [0], [-1], [0]), ops.Reshape(blocks, [1]), [-1], axis=0))
+
+    def together(rows, like):
+        """[...,G,I/G] as [...,I]."""
+        return ops.Reshape(rows, ops.Concat(ops.Slice(ops.Shape(like), [0], [-1], [0]), [-1], axis=0))
+
+    wide = ops.Mul(in_blocks(_numbers(ops, x.weight, a.types.get("weight", "int8"))), ops.Unsqueeze(ops.float(x.scale), [-1]))
+    if x.shift is not None:
+        wide = ops.Add(wide, ops.Unsqueeze(ops.float(x.shift), [-1]))
+    rows = ops.float(x.input)
+    if a.round_input:
+        parts = in_blocks(rows)
+        largest = ops.ReduceMax(ops.Abs(parts), [-1])
+        nothing = ops.Less(largest, LEAST_MAGNITUDE)
+        step = ops.Div(ops.Where(nothing, 127.0, largest), 127.0)
+        rows = together(ops.Where(nothing, 0.0, ops.Mul(ops.Round(ops.Div(parts, step)), step)), rows)
+    output = ops.MatMul(rows, ops.Transpose(together(wide, x.scale), perm=[1, 0]))
+    if x.bias is not None:
+        output = ops.Add(output, ops.float(x.bias))
+    return [ops.CastLike(output, x.input)]
+
+
 # DecayGates
 
 
@@ -1337,6 +1367,7 @@ _BODIES = {
     "NormalizedLinearAttentionGrad": _normalized_linear_attention_grad,
     "SampleTokens": _sample_tokens,
     "GatedActivation": _gated_activation,
+    "BlockLinear": _block_linear,
     "GatedDeltaRule": _gated_delta_rule,
     "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,

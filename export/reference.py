@@ -1791,6 +1791,71 @@ def gated_activation(
     return ((activations[activation](gate.to(compute)) * values).to(gate_up.dtype),)
 
 
+# BlockLinear
+
+
+def block_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers of a weight of BlockLinear [O,I], two int4 a byte where it is uint8 [O,I/2]."""
+    if weight.dtype != torch.uint8:
+        return weight
+    return torch.stack([weight & 15, weight >> 4], -1).flatten(1).to(torch.int8) - 8
+
+
+def rounded_blocks(input: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q [...,G,I/G], step [...,G,1]) of input [...,I], float32: what BlockLinear's round_input makes of it, step times q."""
+    x = input.float().unflatten(-1, (blocks, -1))
+    largest = x.abs().amax(-1, keepdim=True)
+    step = torch.where(largest < LEAST_MAGNITUDE, 0.0, largest / 127)
+    return torch.where(step == 0.0, 0.0, (x / step).round()), step
+
+
+def block_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    round_input: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor]:
+    """input T [B,N,I] times the matrix [O,I] of weight, int8, float8e4m3fn or T, or uint8 [O,I/2] of two int4, scale [O,G] and
+    shift [O,G] of its blocks, float32 or T, plus bias T [O]: (output T [B,N,O],).
+
+    round_input: multiply each block of a row of input as 8-bit integers and a step. Computed in float32, in float64 for
+    float64 inputs, but for that rounding, which is float32's, and rounded once. Source: the block formats of GGML. Raises
+    ValueError for other shapes and types.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        weight = torch.randint(-8, 8, (4, 64), dtype=torch.int8)
+        (output,) = reference.block_linear(torch.randn(1, 3, 64), weight, torch.rand(4, 2))
+        print(output.shape)  # torch.Size([1, 3, 4])
+    """
+    match, dims, compute, _ = _begin("BlockLinear", "bhnd", input, compute_dtype)
+    match("input", input, "T", "B N I")
+    match("weight", weight, "C", "O I")
+    match("scale", scale, "S", "O G")
+    match("shift", shift, "S", "O G")
+    match("bias", bias, "T", "O")
+    width, blocks = dims["I"], dims["G"]
+    _check(blocks > 0 and width % blocks == 0, f"BlockLinear: I = {width} is not a multiple of G = {blocks}")
+    wide = block_numbers(weight).to(compute).unflatten(1, (blocks, -1)) * scale.to(compute).unsqueeze(-1)
+    if shift is not None:
+        wide = wide + shift.to(compute).unsqueeze(-1)
+    if round_input:
+        q, step = rounded_blocks(input, blocks)
+        x = (q.to(compute) * step.to(compute)).flatten(-2)
+    else:
+        x = input.to(compute)
+    output = x @ wide.flatten(1).T
+    if bias is not None:
+        output = output + bias.to(compute)
+    return (output.to(input.dtype),)
+
+
 # DecayGates
 
 

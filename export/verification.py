@@ -80,7 +80,7 @@ def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
     other = path.with_name(f"verified.{path.name}")  # beside the weights
     try:
         found = ir.load(path)
-        changed = blocks.set_accuracy(found, blocks.EXACT)
+        changed = blocks.multiply_exactly(found)
         if as_float32(found):
             ir.save(found, other, external_data=f"{other.name}.data")
         else:

@@ -152,7 +152,7 @@ def exact_copy(folder: Path, target: Path) -> Path:
     for name in (FACTS_FILE, f"{MODEL_FILE}.data"):
         shutil.copy(folder / name, target)
     model = ir.load(folder / MODEL_FILE)
-    blocks.set_accuracy(model, blocks.EXACT)
+    blocks.multiply_exactly(model)
     ir.save(model, target / MODEL_FILE)
     return target
 

@@ -30,6 +30,7 @@ TOLERANCE = {
     "NormalizedLinearAttentionGrad": (16, 8),
     "SampleTokens": (4, 4),
     "GatedActivation": (4, 2),
+    "BlockLinear": (16, 2),
     "GatedDeltaRule": (16, 4),
     "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),
@@ -62,6 +63,9 @@ SIZES = {
     "F": 40,
     "C": 24,
     "K": 3,
+    "I": 64,
+    "G": 2,
+    "O": 10,
 }
 
 
@@ -360,7 +364,7 @@ def _integers(node, role, shape, dims, made, random, edges=False):
         return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
     if role in _INTEGERS:
         return random.integers(*_INTEGERS[role], shape)
-    if role in ("key_cache", "value_cache"):
+    if role in ("key_cache", "value_cache", "weight"):
         return random.integers(-127, 128, shape)
     if role == "token_counts":
         return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)

@@ -26,7 +26,7 @@ OPEN = {
     "Q": (1, 3, 4),
 }
 FIXED = {"H": 6, "Hkv": 2, "Hq": 2, "Hk": 2, "Hv": 4, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
-FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3}
+FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3, "I": 64, "G": 2, "O": 10}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
 MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
 Forms = Mapping[str, str] | None  # types of caches with scales by name, where they are not int8

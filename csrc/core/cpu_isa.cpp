@@ -43,13 +43,28 @@ const char* unknown_cpu_isa() {
   return unknown;
 }
 
+namespace {
+
+// Whether kernels of kAvx512 may use what not all such processors have.
+bool may_go_beyond_avx512() {
+  const char* wish = std::getenv("LEANFLEET_CPU");
+  return cpu_isa() == Isa::kAvx512 && (wish == nullptr || std::strcmp(wish, "avx512") != 0);
+}
+
+}  // namespace
+
 bool cpu_has_bfloat16() {
 #if defined(LEANFLEET_X86)
-  static const bool has = [] {
-    const char* wish = std::getenv("LEANFLEET_CPU");
-    return cpu_isa() == Isa::kAvx512 && (wish == nullptr || std::strcmp(wish, "avx512") != 0) &&
-           __builtin_cpu_supports("avx512bf16");
-  }();
+  static const bool has = may_go_beyond_avx512() && __builtin_cpu_supports("avx512bf16");
+  return has;
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_integer_products() {
+#if defined(LEANFLEET_X86)
+  static const bool has = may_go_beyond_avx512() && __builtin_cpu_supports("avx512vnni");
   return has;
 #else
   return false;

@@ -17,6 +17,9 @@ const char* unknown_cpu_isa();
 // Whether kernels of kAvx512 may multiply bfloat16 directly (AVX512_BF16). LEANFLEET_CPU=avx512 forbids it.
 bool cpu_has_bfloat16();
 
+// The same of instructions that add up products of bytes (AVX512_VNNI).
+bool cpu_has_integer_products();
+
 }  // namespace leanfleet
 
 // LEANFLEET_CPU_FUNCTION(result, name, parameters), in the operator's namespace: declares `name` in the namespace of every

@@ -329,6 +329,32 @@ inline constexpr OpSpec kSpec = {"GatedActivation", 1, 4, 1, 3, 5, 5, kInputs, k
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 
+namespace block_linear {
+enum Input { kInput, kWeight, kScale, kShift, kBias };
+enum Output { kOutOutput };
+enum Attr { kAttrRoundInput };
+enum Dim { kDimB, kDimN, kDimI, kDimO, kDimG };
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"weight", TypeVar::kC, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"scale", TypeVar::kS, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"shift", TypeVar::kS, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"bias", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{3, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"round_input", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 2}, {RefKind::kSymbol, 4}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "N", "I", "O", "G"};
+inline constexpr OpSpec kSpec = {"BlockLinear", 1, 5, 1, 1, 1, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace block_linear
+
 namespace gated_delta_rule {
 enum Input { kQuery, kKey, kValue, kLogDecay, kBeta, kInitialState, kCuSeqlens, kStateIndex };
 enum Output { kOutOutput, kOutFinalState };
@@ -562,6 +588,7 @@ inline const Op kOps[] = {
     {&normalized_linear_attention_grad::kSpec, &normalized_linear_attention_grad::kImpl},
     {&sample_tokens::kSpec, &sample_tokens::kImpl},
     {&gated_activation::kSpec, &gated_activation::kImpl},
+    {&block_linear::kSpec, &block_linear::kImpl},
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
     {&gated_delta_rule_grad::kSpec, &gated_delta_rule_grad::kImpl},
     {&causal_conv::kSpec, &causal_conv::kImpl},

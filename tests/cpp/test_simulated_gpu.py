@@ -16,6 +16,7 @@ from leanfleet import spec
 from leanfleet.export import reference
 from support import (
     attention_cases,
+    block_cases,
     conv_cases,
     delta_cases,
     gate_cases,
@@ -75,6 +76,74 @@ def test_decay_gates(tmp_path, dtype):
     for seed, sizes in enumerate(gate_cases.SIZES):
         for inputs, attrs in gate_cases.calls(sizes, dtype, seed):
             gate_cases.assert_right(run_simulated(folder, gate_cases.NAME, inputs, attrs), inputs, attrs)
+
+
+@pytest.fixture(scope="module")
+def block_linear(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), [block_cases.NAME])
+
+
+def check_block_linear(folder, sizes, dtype, form, seed, odd=False, **options):
+    """odd: tensors begin at addresses that are multiples of their elements' size alone."""
+    eps = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    for inputs, attrs in block_cases.calls(sizes, dtype, form, seed):
+        if sizes[2] > 5000:
+            inputs["input"] /= 64  # results within float16
+        given = {n: torch.cat([x.new_empty(1), x.flatten()])[1:].view(x.shape) for n, x in inputs.items()} if odd else inputs
+        found = run_simulated(folder, block_cases.NAME, given, attrs, seed=seed, **options)["output"]
+        block_cases.assert_right(found, inputs, attrs, eps)
+
+
+# Few rows: B, N, K, G, O. One turn of a warp and several, warps that share rows, ends of both, blocks of one piece and of many.
+FEW_ROWS = ((1, 1, 64, 2, 5), (1, 2, 96, 3, 33), (1, 3, 64, 1, 2), (1, 8, 160, 5, 9), (1, 1, 2560, 80, 6), (1, 5, 4128, 1, 3))
+# CTAs with several groups of outputs, and rows of the input that shared memory does not hold at once.
+GROUPS = ((1, 2, 64, 2, 131), (1, 4, 6400, 200, 68), (1, 1, 26624, 1, 3))
+# Tiles: blocks that are pieces and others, whole chunks of eight columns and none, ends of rows and of outputs.
+TILES = ((1, 3, 28, 4, 3), (1, 9, 64, 2, 66), (1, 70, 48, 3, 5), (1, 12, 42, 3, 19), (1, 10, 136, 1, 4), (1, 1, 16, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", block_cases.DTYPES, ids=str)
+def test_block_linear(block_linear, dtype):
+    for i, form in enumerate(block_cases.FORMS):
+        for seed, sizes in enumerate((*FEW_ROWS[:2], *TILES[:2])):
+            check_block_linear(block_linear, sizes, dtype, form, seed + i)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", block_cases.DTYPES, ids=str)
+@pytest.mark.parametrize("form", block_cases.FORMS, ids=str)
+def test_block_linear_of_all_sizes(block_linear, form, dtype):
+    """16-bit weights have pieces of 8 columns and float32 ones of 4, so that blocks of 32 are whole pieces of any form."""
+    before = products(block_linear)
+    for seed, sizes in enumerate(FEW_ROWS):
+        check_block_linear(block_linear, sizes, dtype, form, seed)
+    for seed, sizes in enumerate(GROUPS):
+        check_block_linear(block_linear, sizes, dtype, form, seed, sms=1)
+    assert products(block_linear) == before, "another kernel ran"
+    for seed, sizes in enumerate((*TILES, *block_cases.SIZES)):
+        check_block_linear(block_linear, sizes, dtype, form, seed)
+    for seed, sizes in enumerate((FEW_ROWS[1], TILES[1])):
+        check_block_linear(block_linear, sizes, dtype, form, seed, odd=True)
+    assert (products(block_linear) > before) == (dtype != torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", block_cases.DTYPES, ids=str)
+@pytest.mark.parametrize("rows, rounds", ((3, 0), (3, 1), (9, 0), (9, 1)))
+def test_values_that_are_not_finite_in_block_linear(block_linear, rows, rounds, dtype):
+    """A row of the input has results of its own, and so have an output's weights."""
+    for form in block_cases.FORMS:
+        inputs, attrs = block_cases.make((1, rows, 96, 3, 11), dtype, form), {"round_input": rounds}
+        clean = run_simulated(block_linear, block_cases.NAME, inputs, attrs)["output"]
+        for bad in (math.nan, math.inf):
+            dirty = {name: x.clone() for name, x in inputs.items()}
+            dirty["input"][0, 1, 40] = bad
+            dirty["scale"][4, 1], dirty["shift"][5, 2], dirty["bias"][6] = bad, bad, bad
+            found = run_simulated(block_linear, block_cases.NAME, dirty, attrs)["output"]
+            kept = torch.ones_like(found, dtype=torch.bool)
+            kept[0, 1], kept[0, :, 4:7] = False, False
+            assert not found[0, 1].isfinite().any() and torch.equal(found[kept], clean[kept])
+            assert not found[0, :, 6].isfinite().any()
 
 
 @pytest.fixture(scope="module")

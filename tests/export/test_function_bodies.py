@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import conv_cases, delta_cases, gate_cases, ort_models, sampling_cases
+from support import block_cases, conv_cases, delta_cases, gate_cases, ort_models, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -559,6 +559,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
         present, rank = list(inputs), None
     elif name == "GatedActivation":
         inputs, attrs, present, rank = {"gate_up": torch.randn(2, 3, 2, 40)}, {"activation": "gelu"}, ["gate_up"], None
+    elif name == "BlockLinear":
+        inputs, attrs = block_cases.make((2, 3, 96, 3, 7), torch.float32, torch.int8), {"round_input": 1}
+        present, rank = list(inputs), None
     elif name == "DecayGates":
         inputs, attrs = gate_cases.make((2, 9, 3, None), torch.float32, lens=True)
         present, rank = list(inputs), None

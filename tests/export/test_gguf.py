@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from leanfleet import cli, gguf_file
-from leanfleet.export import blocks, export_decoder, gguf_model
+from leanfleet import cli, gguf_file, ort_ops
+from leanfleet.export import blocks, export_decoder, function_bodies, gguf_model
 from leanfleet.export.fusions import MICROSOFT
 from support import gguf_files
 from support.cpu_time import rest_slow
@@ -50,8 +50,12 @@ def block_model(kind, rows, columns, exact, tokens=None, dtype=ir.DataType.FLOAT
     for i, n in enumerate(graph):
         for value in n.outputs:
             value.name = value.name or f"v{i}"
-    blocks.set_accuracy(model, blocks.EXACT if exact else blocks.ROUNDED)
-    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()), found.numbers(np.float64)
+    function_bodies.attach(model)
+    if exact:
+        blocks.multiply_exactly(model)
+    options = onnxruntime.SessionOptions()
+    ort_ops.register(options)
+    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options), found.numbers(np.float64)
 
 
 @pytest.mark.parametrize("kind", blocks.KINDS)
@@ -90,6 +94,8 @@ def both(path):
             (("Q4_0", "Q5_0", "Q8_0"), "Q4_0", False, "llama"),
             (("Q4_K", "Q4_K", "Q6_K", "Q5_K"), "Q6_K", True, "llama"),
             (("Q5_1", "F32"), "F32", True, "llama"),
+            (("Q4_0",), "Q4_1", True, "llama"),
+            (("Q8_0",), "Q5_K", True, "llama"),
             (("Q4_1", "Q4_1", "Q4_0"), "Q4_1", False, "qwen2"),
         )
     ),
@@ -116,13 +122,13 @@ def test_a_model_stays_as_its_file_has_it(kinds, embedding, tied, architecture, 
     assert 0 < verified["largest_difference"] < verified["bound"] < 0.01
     graph = onnx.load(out / "model.onnx").graph
     assert {n.domain for n in graph.node} == {*OPERATORS, "leanfleet"}
-    kept = [t for t in graph.initializer if t.name.endswith(".q")]
-    assert all(t.data_type == onnx.TensorProto.UINT8 for t in kept)
-    assert len([t for t in kept if t.name == "token_embd.weight.q"]) == (embedding != "F32")
+    kept = [t for t in graph.initializer if t.name.endswith((".q", ".numbers"))]
+    assert all(t.data_type in (onnx.TensorProto.UINT8, onnx.TensorProto.INT8) for t in kept)
+    assert len([t for t in kept if t.name.startswith("token_embd.weight.")]) == (embedding != "F32")
     if architecture == "llama" and len(kinds) == 1:
         size = sum(f.stat().st_size for f in out.glob("model.onnx*"))
         assert size < 1.1 * path.stat().st_size
-        products = [n for n in graph.node if n.op_type == "MatMulNBits"]
+        products = [n for n in graph.node if n.op_type in ("MatMulNBits", "BlockLinear")]
         assert len(products) == 4 * gguf_files.LAYERS + 1  # queries, keys and values are one; gate and up too; the head
 
 
@@ -135,9 +141,9 @@ def test_a_wrong_block_is_found(tmp_path, monkeypatch):
 
     def wrong(graph, matrices):
         count = honest(graph, matrices)
-        value = next(v for name, v in graph.graph.initializers.items() if name.endswith("ffn_down.weight.q"))
+        value = next(v for name, v in graph.graph.initializers.items() if name.endswith("ffn_down.weight.numbers"))
         packed = value.const_value.numpy().copy()
-        packed[5, 3, 0] ^= 15
+        packed[5, 48] ^= 15
         value.const_value = ir.tensor(packed, name=value.name)
         return count
 
@@ -159,7 +165,7 @@ def test_export_by_the_path_and_by_the_folder(tmp_path, capsys):
         assert cli.main(["export", str(path), str(tmp_path / "other"), "--no-verify", *options]) == 0
         assert "stay" not in capsys.readouterr().err
         graph = onnx.load(tmp_path / "other" / "model.onnx").graph
-        assert not any(n.op_type == "MatMulNBits" for n in graph.node)
+        assert not any(n.op_type in ("MatMulNBits", "BlockLinear") for n in graph.node)
 
 
 def test_a_vocabulary_without_its_size(tmp_path):

@@ -201,6 +201,7 @@ def samples():
     delta.append(randn(2, 4, 4, 5))
     lens = torch.tensor([9, 4], dtype=torch.int32)
     conv = [randn(2, 9, 6), randn(4, 6), None, randn(2, 3, 6), lens]
+    blocks = [randn(2, 3, 64), torch.randint(-8, 8, (5, 64), dtype=torch.int8), randn(5, 2)]
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
@@ -248,6 +249,8 @@ def samples():
         ),
         "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
         "gated_activation": (ops.gated_activation.default, [randn(2, 3, 2, 8)], {"activation": "gelu"}),
+        "block_linear": (ops.block_linear.default, blocks, {}),
+        "block_linear rounded": (ops.block_linear.default, [*blocks, randn(5, 2), randn(5)], {"round_input": True}),
         "decay_gates": (ops.decay_gates.default, [randn(2, 5, 3), -torch.ones(3)], {}),
         "decay_gates all": (
             ops.decay_gates.default,
@@ -292,6 +295,8 @@ def samples():
         "sample_tokens counts",
         "sample_tokens_",
         "gated_activation",
+        "block_linear",
+        "block_linear rounded",
         "decay_gates",
         "decay_gates all",
         "all_reduce",

@@ -26,6 +26,8 @@ SIZES = {
     **dict.fromkeys(("S", "total", "positions"), TOKENS),
     **dict.fromkeys(("D", "R", "Dv", "F", "C", "half"), WIDTHS),
     "block": (1, 2, 7, 8, 16, 31, 64),
+    "I": (*WIDTHS, *(32, 64, 96, 160, 192, 320) * 3),
+    "O": WIDTHS,
     "V": (1, 2, 31, 32, 33, 64, 127, 128, 129, 1000, 1023, 4099),
 }
 # On a GPU caches long enough to be cut over SMs, and mostly widths that its kernels take.

@@ -194,8 +194,8 @@ def _wrong_type(source, op, inputs, attrs):
     fine = {inputs[t.name].dtype}
     if t.name == op.inputs[0].name:  # another type of T would be one for all
         fine |= {TORCH_DTYPES[name] for name in spec.TYPES["T"]}
-    if t.type == "S":
-        fine |= {torch.float32, inputs[op.inputs[0].name].dtype}
+    if t.type == "S" or (t.type == "C" and not t.name.endswith("_cache")):  # caches with scales are not of T
+        fine |= {torch.float32 if t.type == "S" else torch.int8, inputs[op.inputs[0].name].dtype}
     if fine & set(FORMS):  # which are all right, if sizes allow it
         fine |= set(FORMS)
     choices = [d for d in TORCH_DTYPES.values() if d not in fine]

@@ -122,6 +122,12 @@ VARIANTS = {
         (["up", "skip", "skip_scale"], {}, {"H": 5}),
         (["up"], {"columns": 1, "first_column": 4}, {"W": 400}),
     ],
+    "BlockLinear": [
+        ([], {}, {}),
+        (["shift", "bias"], {"round_input": 1}, {"N": 20}),
+        (["uint8 weight", "shift"], {"round_input": 1}, {"B": 1, "N": 1}),
+        (["float8e4m3fn weight", "bias"], {"round_input": 1}, {"G": 4}),
+    ],
     "GatedDeltaRule": [
         ([], {}, {}),
         (["log_decay", "initial_state"], {"return_state": 1, "normalize_qk": 1, "layout": "bnhd"}, {"N": 40}),
@@ -187,6 +193,9 @@ SIZES = {
     "F": 10,
     "C": 12,
     "K": 3,
+    "I": 64,
+    "G": 2,
+    "O": 11,
 }
 CASES = [
     pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")

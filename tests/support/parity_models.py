@@ -33,6 +33,9 @@ SIZES = {
     "F": 24,
     "C": 24,
     "K": 3,
+    "I": 96,
+    "G": 3,
+    "O": 20,
 }
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 DRAWS = {"temperature", "seed", "position"}
@@ -65,6 +68,7 @@ VARIANTS = {
         (DRAWS | {"active"}, {}),
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
+    "BlockLinear": [({"shift", "bias"}, {}), ({"shift"}, {"round_input": 1})],
     "DecayGates": [
         ({"bias", "query_lens"}, {"return_step": 1}),
         ({"beta_input"}, {"per_key": 1, "return_step": 1, "return_beta": 1, "step_max": 1.5}),

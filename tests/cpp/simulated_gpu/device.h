@@ -328,6 +328,11 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
   return result;
 }
+inline int __dp4a(int x, int y, int sum) {
+  for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(x >> 8 * i) * static_cast<int8_t>(y >> 8 * i);
+  return sum;
+}
+inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(static_cast<uint64_t>(x) * y >> 32); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
