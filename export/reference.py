@@ -1805,7 +1805,7 @@ def rounded_blocks(input: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torc
     """(q [...,G,I/G], step [...,G,1]) of input [...,I], float32: what BlockLinear's round_input makes of it, step times q."""
     x = input.float().unflatten(-1, (blocks, -1))
     largest = x.abs().amax(-1, keepdim=True)
-    step = torch.where(largest < LEAST_MAGNITUDE, 0.0, largest / 127)
+    step = torch.where(largest < LEAST_MAGNITUDE, 0.0, largest / torch.full_like(largest, 127))
     return torch.where(step == 0.0, 0.0, (x / step).round()), step
 
 

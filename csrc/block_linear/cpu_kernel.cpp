@@ -313,9 +313,9 @@ void dots(const Args& args, int64_t output) {
     with_type(args.dtype, [&](auto type) {
       using T = decltype(type);
       T* const to = static_cast<T*>(args.output) + r * args.outputs + output;
-      const T* const bias = static_cast<const T*>(args.bias) + output;
+      const T* const bias = static_cast<const T*>(args.bias);
       for (int n = 0; n < kOutputs; ++n)
-        to[n] = from_float<T>(sum(sums[n][r]) + (args.bias != nullptr ? to_float(bias[n]) : 0.0f));
+        to[n] = from_float<T>(sum(sums[n][r]) + (args.bias != nullptr ? to_float(bias[output + n]) : 0.0f));
     });
 }
 
@@ -475,7 +475,7 @@ void store_bytes(int8_t* to, Vec q) {
 #endif
 }
 
-// A row of the input as integers, where a block is at most `kMost` columns: `part` holds them.
+// A row of the input as integers. part: room for a block in floats.
 template <class T>
 void round_row(const Args& args, const T* from, int64_t row, float* part) {
   const int64_t chunks = args.width / args.chunk;

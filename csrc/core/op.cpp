@@ -182,8 +182,8 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       if (a < 0 || b < 0 || a % b == 0) return {};
       return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " is not a multiple of " +
                           op.symbols[args[1].index] + " = " + std::to_string(b) + "; each of the " + op.symbols[args[1].index] +
-                          " heads must serve the same number of the " + op.symbols[args[0].index] +
-                          (op.symbols[args[0].index][0] == 'H' ? " heads" : " columns"));
+                          (op.symbols[args[1].index][0] == 'H' ? " heads" : " blocks") + " must serve the same number of the " +
+                          op.symbols[args[0].index] + (op.symbols[args[0].index][0] == 'H' ? " heads" : " columns"));
     }
     case RuleKind::kFixed: {
       const int64_t size = call.dims[args[0].index];

@@ -57,7 +57,7 @@ FAULTS = [
     ("min_p leaves out what is exactly at the limit", "sample_tokens/cpu_kernel.cpp", "weights &= weights >= least;", "weights &= weights > least;", "SampleTokens"),
     ("a NaN does not make log-probabilities NaN", "sample_tokens/cpu_kernel.cpp", "*has_nan = any(nan);", "*has_nan = false;", "SampleTokens"),
     ("int4 count from 7 below", "block_linear/cpu_kernel.cpp", "kFour ? 8.0f : 128.0f", "kFour ? 7.0f : 128.0f", "BlockLinear"),
-    ("what is behind a row's last column is multiplied too", "block_linear/cpu_kernel.cpp", "for (int64_t k = args.width; k < args.pitch; ++k)", "for (int64_t k = args.width + 1; k < args.pitch; ++k)", "BlockLinear"),
+    ("the shift is multiplied by the integers' sum without their step", "block_linear/cpu_kernel.cpp", "args.sums[c] = rounded.step * sum(total);", "args.sums[c] = sum(total);", "BlockLinear"),
     ("the tail of a row takes the values for the gate", "gated_activation/cpu_kernel.cpp", "rest[0][k - i] = gate[k]", "rest[0][k - i] = up[k]", "GatedActivation"),
     ("sizes that must be equal are not compared", "core/op.cpp", "if (a == b) return {};", "return {};", "LeanAttention"),
     ("an axis of another size is not refused", "core/op.cpp", "} else if (bound != value) {", "} else if (bound > value) {", "CausalConv"),

@@ -7,7 +7,8 @@ from leanfleet.export import reference
 NAME = "BlockLinear"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = (torch.int8, torch.uint8, torch.float8_e4m3fn, None)  # of weights; None: T
-# (B, N, I, G, O): whole vectors and chunks of 32 and 16 columns, blocks of neither, one block, ends of panels, few rows and many.
+# (B, N, I, G, O): whole vectors and chunks of 32 and 16 columns, blocks of neither, one block, ends of panels, few rows and many,
+# more chunks than have their factors worked out at once, rows that workers share.
 SIZES = (
     (1, 1, 64, 2, 5),
     (1, 3, 96, 3, 33),
@@ -20,6 +21,11 @@ SIZES = (
     (1, 12, 42, 3, 19),
     (1, 3, 256, 1, 2),
     (1, 40, 64, 1, 9),
+    (1, 2, 80, 5, 7),
+    (1, 4, 4112, 257, 3),
+    (1, 3, 112, 7, 6),
+    (1, 40, 1056, 33, 34),
+    (1, 130, 8192, 256, 3),
 )
 
 
@@ -37,6 +43,7 @@ def make(sizes, dtype, form, shift=True, bias=True, scale_dtype=torch.float32, s
         weight = (numbers / 16).to(form or dtype)
     # Blocks of all sizes, some of zeros and some of numbers so small that they count as zeros.
     x = torch.randn(batch, tokens, width, generator=random) * torch.rand(batch, tokens, 1, generator=random) * 8
+    x *= min(1.0, 1024 / width)  # results within float16
     blocks = x.view(batch, tokens, groups, -1)
     blocks[torch.rand(batch, tokens, groups, generator=random) < 0.1] = 0.0
     if dtype != torch.float16:
@@ -55,6 +62,13 @@ def calls(sizes, dtype, form, seed=0):
     for rounds in (0, 1):
         for shift, bias in ((True, seed % 3 == 0), (False, seed % 3 == 1)):
             yield make(sizes, dtype, form, shift, bias, other, seed), {"round_input": rounds}
+
+
+def rounds_weights(inputs):
+    """Whether a CUDA kernel makes T of the weights: not of up to 8 rows, whose weights lie in blocks of whole pieces of 16 bytes."""
+    x, weight, scale = (inputs[name] for name in ("input", "weight", "scale"))
+    piece = {torch.uint8: 32, torch.int8: 16, torch.float8_e4m3fn: 16}.get(weight.dtype, 16 // weight.element_size())
+    return x.dtype != torch.float32 and (x.shape[0] * x.shape[1] > 8 or x.shape[2] // scale.shape[1] % piece != 0)
 
 
 def assert_right(found, inputs, attrs, weight_eps=0.0):
