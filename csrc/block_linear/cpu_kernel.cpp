@@ -392,29 +392,29 @@ void fill(const Args& args, int64_t output, const Panel& panel) {
   }
 }
 
-// Up to kTileRows rows from `row` on, before `end`, by a panel's outputs.
-template <bool kFour, bool kVnni>
+// Up to kRows rows from `row` on, before `end`, by a panel's outputs.
+template <bool kFour, bool kVnni, int kRows>
 void tile(const Args& args, const Panel& panel, int64_t output, int64_t row, int64_t end) {
   using P = Products<kFour, kVnni>;
   const int64_t chunks = args.width / args.chunk;
   const int groups = args.chunk / 4;
-  const int8_t* x[kTileRows];
-  const float *steps[kTileRows], *of_rows[kTileRows];
-  for (int r = 0; r < kTileRows; ++r) {
+  const int8_t* x[kRows];
+  const float *steps[kRows], *of_rows[kRows];
+  for (int r = 0; r < kRows; ++r) {
     const int64_t at = row + r < end ? row + r : end - 1;
     x[r] = args.rounded + at * args.pitch;
     steps[r] = args.steps + at * chunks;
     of_rows[r] = args.sums + at * chunks;
   }
-  Vec totals[kTileRows][kPanel] = {};
+  Vec totals[kRows][kPanel] = {};
   const int32_t* words = panel.words;
   for (int64_t c = 0; c < chunks; ++c) {
-    VecInt sums[kTileRows][kPanel] = {};
+    VecInt sums[kRows][kPanel] = {};
     for (int j = 0; j < groups; ++j, words += kPanelOutputs) {
       VecInt u[kPanel];
       std::memcpy(u, words, sizeof u);
 #pragma GCC unroll 8
-      for (int r = 0; r < kTileRows; ++r)
+      for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
         for (int p = 0; p < kPanel; ++p) sums[r][p] = P::add(sums[r][p], u[p], x[r] + c * args.chunk + 4 * j);
     }
@@ -423,7 +423,7 @@ void tile(const Args& args, const Panel& panel, int64_t output, int64_t row, int
       const Vec scale = load(panel.scales + (c * kPanel + p) * kLanes),
                 offset = load(panel.offsets + (c * kPanel + p) * kLanes);
 #pragma GCC unroll 8
-      for (int r = 0; r < kTileRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         const Vec product = to_floats(P::total(sums[r][p])) * steps[r][c];
         totals[r][p] = fma(offset, broadcast(of_rows[r][c]), fma(scale, product, totals[r][p]));
       }
@@ -434,7 +434,7 @@ void tile(const Args& args, const Panel& panel, int64_t output, int64_t row, int
     if (left <= 0) return;
     Vec bias = {};
     for (int i = 0; i < kLanes && i < left; ++i) bias[i] = bias_of(args, first + i);
-    for (int r = 0; r < kTileRows && row + r < end; ++r) write(args, row + r, first, totals[r][p] + bias, left);
+    for (int r = 0; r < kRows && row + r < end; ++r) write(args, row + r, first, totals[r][p] + bias, left);
   }
 }
 
@@ -551,8 +551,10 @@ void multiply_panel(const Args& args, int64_t output, int64_t begin, int64_t end
   const Panel panel = panel_at(args, scratch);
   for_integers(args, [&](auto four, auto vnni) {
     fill<decltype(four)::value>(args, output, panel);
-    for (int64_t row = begin; row < end; row += kTileRows)
-      tile<decltype(four)::value, decltype(vnni)::value>(args, panel, output, row, end);
+    int64_t row = begin;
+    for (; end - row > kTileRows / 2; row += kTileRows)
+      tile<decltype(four)::value, decltype(vnni)::value, kTileRows>(args, panel, output, row, end);
+    if (row < end) tile<decltype(four)::value, decltype(vnni)::value, kTileRows / 2>(args, panel, output, row, end);
   });
 }
 
