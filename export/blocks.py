@@ -1,9 +1,8 @@
 """Weights that stay quantised, as a GGUF file has them: as BlockLinear, MatMulNBits and GatherBlockQuantized.
 
 A row of weights is cut into blocks. Weight k of row n is scale[n, b] * (q[n, k] - centre) + shift[n, b] with b its block:
-Q4_0 and Q8_0 are so by themselves, other types once q is counted from the centre of what its bits hold. BlockLinear takes
-them so. MatMulNBits, which knows no shift, has 8 bits without one, whose matrix an embedding may share, and 4 bits of models
-for GPUs.
+Q4_0 and Q8_0 are so by themselves, without a shift, and go to MatMulNBits; other types once q is counted from the centre of
+what its bits hold, and go to BlockLinear where they have a shift then.
 
 The numbers stay in the file as they were: a scale that GGUF has as a float16 times an integer is two arrays and a Mul, which
 ONNX Runtime computes once, while it loads the file.
@@ -322,19 +321,16 @@ class _Writer:
         """x [..., K] times the matrix."""
         op, dtype, (rows, width) = adder(self.graph, before), x.dtype, blocks.shape
         count = blocks.packed.shape[1]
-        by_blocks = blocks.least is not None or (blocks.bits == 4 and dtype == ir.DataType.FLOAT)
-        of_factors = ir.DataType.FLOAT if by_blocks else dtype  # MatMulNBits wants scales of x's type
+        shifted = blocks.least is not None
+        of_factors = ir.DataType.FLOAT if shifted else dtype  # MatMulNBits wants scales of x's type
         scale = self.factors(op, f"{name}.scale", blocks.scale, of_factors, (rows, count))
         of_bias = None if bias is None else self.array(f"{name}.bias", bias)
-        if not by_blocks:
+        if not shifted:
             inputs = [x, self.array(f"{name}.q", blocks.packed), scale, *([] if of_bias is None else [None, None, of_bias])]
             sizes = {"K": width, "N": rows, "bits": blocks.bits, "block_size": blocks.size}
             return op("MatMulNBits", *inputs, domain=MICROSOFT, **sizes, accuracy_level=ROUNDED)
         weight = self.numbers(op, name, blocks)
-        shift = None if blocks.least is None else self.shift(op, name, blocks, of_factors)
-        inputs = [x, weight, scale, shift, of_bias]
-        while inputs[-1] is None:
-            inputs.pop()
+        inputs = [x, weight, scale, self.shift(op, name, blocks, of_factors), *([] if of_bias is None else [of_bias])]
         return op("BlockLinear", *inputs, domain=spec.DOMAIN, round_input=1)
 
     def numbers(self, op: Op, name: str, blocks: Blocks) -> ir.Value:

@@ -31,8 +31,8 @@ class Quantised:
 
 def quantise(model: torch.nn.Module, bits: int = 4) -> Quantised:
     """Rounds the weights of a transformers model's Linear and Embedding modules to 4 or 8 bits, in place, by ONNX Runtime's own
-    quantiser: symmetric, a scale for each 32 weights of a row. Exported, they are com.microsoft.MatMulNBits, of 4 bits in
-    float32 BlockLinear, and GatherBlockQuantized.
+    quantiser: symmetric, a scale for each 32 weights of a row. Exported, they are com.microsoft.MatMulNBits and
+    GatherBlockQuantized.
 
     model: float32, float16 or bfloat16. bits: 4 or 8; with 4, the embedding and the head have 8, as llama.cpp's writers have
     it. Left as they are: rows of a length that is no multiple of 32, the routers of mixtures, and experts, which are no Linear

@@ -243,18 +243,18 @@ const float* row_factors(const Args& args, const void* from, int32_t dtype, int6
   return own;
 }
 
-// Weights and their factors are read once. Where rows are short the processor's own prefetching follows them to the end of a page
-// at most: asked for kAhead bytes before, they come twice as fast to one core.
+// Weights and their factors are read once, and the processor's own prefetching follows them to the end of a page at most: asked for
+// kAhead bytes before, they come up to twice as fast to one core.
 constexpr int64_t kAhead = 2048, kShortRow = 1024;
-inline void prefetch(const void* from, int64_t bytes, int64_t ahead) {
-  const char* const first = static_cast<const char*>(from) + ahead;
-  for (int64_t i = 0; i < bytes; i += 64) {
+inline void prefetch(const void* line) {
 #if defined(__x86_64__)
-    asm volatile("prefetcht0 %0" : : "m"(first[i]));  // GCC may drop a loop of __builtin_prefetch as one without effect
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));  // GCC may drop a loop of __builtin_prefetch
 #else
-    __builtin_prefetch(first + i);
+  __builtin_prefetch(line);
 #endif
-  }
+}
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
 }
 
 // kRows rows of the input by kOutputs outputs.
@@ -265,13 +265,12 @@ void dots(const Args& args, int64_t output) {
   const int64_t chunks = args.width / args.chunk, row_bytes = W::bytes(args.width);
   const uint8_t* const weights = static_cast<const uint8_t*>(args.weight) + output * row_bytes;
   const LaneFactors lanes(args.chunk, are_separate(args));
-  if (row_bytes <= kShortRow) {
-    const int64_t factors = output * args.blocks, ahead = kAhead * args.blocks / row_bytes * 4,
-                  bytes = kOutputs * args.blocks * 4;
-    prefetch(weights, kOutputs * row_bytes, kAhead);
-    prefetch(static_cast<const float*>(args.scale) + factors, bytes, ahead);
-    if (args.shift != nullptr) prefetch(static_cast<const float*>(args.shift) + factors, bytes, ahead);
-  }
+  const bool short_rows =
+      row_bytes <= kShortRow;  // are asked for together, as they follow each other; of long ones each by itself
+  const int64_t later = (output + kAhead / row_bytes) * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
+  if (short_rows) prefetch(weights + kAhead, kOutputs * row_bytes);
+  prefetch(static_cast<const float*>(args.scale) + later, factor_bytes);
+  if (args.shift != nullptr) prefetch(static_cast<const float*>(args.shift) + later, factor_bytes);
   Vec sums[kOutputs][kRows] = {};
   for (int64_t first = 0; first < chunks; first += kFactors) {
     const int count = static_cast<int>(chunks - first < kFactors ? chunks - first : kFactors);
@@ -290,17 +289,19 @@ void dots(const Args& args, int64_t output) {
         }
       }
     }
-    const int64_t from = first * args.chunk, to = from + static_cast<int64_t>(count) * args.chunk;
+    const int64_t begin = first * args.chunk, end = begin + static_cast<int64_t>(count) * args.chunk;
     const int step = kColumns / args.chunk, of_chunk = args.chunk / kColumns;  // one of them is 0 where the other is not 1
     int c = 0, part = 0;
-    for (int64_t k = from; k < to; k += kColumns) {
+    for (int64_t k = begin; k < end; k += kColumns) {
       const int64_t left = args.width - k;
       VecInt x[kRows];
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) std::memcpy(&x[r], args.rounded + r * args.pitch + k, sizeof x[r]);
 #pragma GCC unroll 4
       for (int n = 0; n < kOutputs; ++n) {
-        const VecInt u = W::template load_some<true>(weights + n * row_bytes + W::bytes(k), left);
+        const uint8_t* const from = weights + n * row_bytes + W::bytes(k);
+        if (!short_rows && W::bytes(k) % 64 == 0) prefetch(from + kAhead);
+        const VecInt u = W::template load_some<true>(from, left);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
           sums[n][r] = fma(to_floats(P::total(P::add(VecInt{}, u, x[r]))), lanes.at(factors[n][r] + c), sums[n][r]);

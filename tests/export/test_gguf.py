@@ -141,9 +141,9 @@ def test_a_wrong_block_is_found(tmp_path, monkeypatch):
 
     def wrong(graph, matrices):
         count = honest(graph, matrices)
-        value = next(v for name, v in graph.graph.initializers.items() if name.endswith("ffn_down.weight.numbers"))
+        value = next(v for name, v in graph.graph.initializers.items() if name.endswith("ffn_down.weight.q"))
         packed = value.const_value.numpy().copy()
-        packed[5, 48] ^= 15
+        packed[5, 3, 0] ^= 15
         value.const_value = ir.tensor(packed, name=value.name)
         return count
 
