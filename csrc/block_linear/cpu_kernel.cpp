@@ -265,8 +265,8 @@ void dots(const Args& args, int64_t output) {
   const int64_t chunks = args.width / args.chunk, row_bytes = W::bytes(args.width);
   const uint8_t* const weights = static_cast<const uint8_t*>(args.weight) + output * row_bytes;
   const LaneFactors lanes(args.chunk, are_separate(args));
-  const bool short_rows =
-      row_bytes <= kShortRow;  // are asked for together, as they follow each other; of long ones each by itself
+  // Short rows are asked for together, as they follow each other, long ones each by itself.
+  const bool short_rows = row_bytes <= kShortRow;
   const int64_t later = (output + kAhead / row_bytes) * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
   if (short_rows) prefetch(weights + kAhead, kOutputs * row_bytes);
   prefetch(static_cast<const float*>(args.scale) + later, factor_bytes);

@@ -45,11 +45,13 @@ const char* unknown_cpu_isa() {
 
 namespace {
 
+#if defined(LEANFLEET_X86)
 // Whether kernels of kAvx512 may use what not all such processors have.
 bool may_go_beyond_avx512() {
   const char* wish = std::getenv("LEANFLEET_CPU");
   return cpu_isa() == Isa::kAvx512 && (wish == nullptr || std::strcmp(wish, "avx512") != 0);
 }
+#endif
 
 }  // namespace
 
