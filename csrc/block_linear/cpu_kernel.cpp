@@ -2,6 +2,7 @@
 // they stand, of many by panels in which the same four columns of as many outputs as there are lanes stand side by side. With u what
 // is multiplied, the weight is u - centre: what that takes off joins the shift, whose factor is the sum of the input's chunk.
 #include "block_linear/block_linear.h"
+#include "core/integers.h"
 #include "core/narrow_numbers.h"
 
 namespace leanfleet::block_linear::LEANFLEET_ISA {
@@ -21,8 +22,6 @@ constexpr int kTileRows = 4, kPanel = 1;
 constexpr int kTileRows = 2, kPanel = 1;
 #endif
 constexpr int kPanelOutputs = kPanel * kLanes;
-
-int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 Vec to_floats(VecInt x) {
 #if defined(__AVX512F__)
@@ -246,14 +245,7 @@ const float* row_factors(const Args& args, const void* from, int32_t dtype, int6
 // Weights and their factors are read once, and the processor's own prefetching follows them to the end of a page at most: asked for
 // kAhead bytes before, they come up to twice as fast to one core.
 constexpr int64_t kAhead = 2048, kShortRow = 1024;
-inline void prefetch(const void* line) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));  // GCC may drop a loop of __builtin_prefetch
-#else
-  __builtin_prefetch(line);
-#endif
-}
-inline void prefetch(const void* from, int64_t bytes) {
+inline void prefetch_all(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
 }
 
@@ -268,9 +260,9 @@ void dots(const Args& args, int64_t output) {
   // Short rows are asked for together, as they follow each other, long ones each by itself.
   const bool short_rows = row_bytes <= kShortRow;
   const int64_t later = (output + kAhead / row_bytes) * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
-  if (short_rows) prefetch(weights + kAhead, kOutputs * row_bytes);
-  prefetch(static_cast<const float*>(args.scale) + later, factor_bytes);
-  if (args.shift != nullptr) prefetch(static_cast<const float*>(args.shift) + later, factor_bytes);
+  if (short_rows) prefetch_all(weights + kAhead, kOutputs * row_bytes);
+  prefetch_all(static_cast<const float*>(args.scale) + later, factor_bytes);
+  if (args.shift != nullptr) prefetch_all(static_cast<const float*>(args.shift) + later, factor_bytes);
   Vec sums[kOutputs][kRows] = {};
   for (int64_t first = 0; first < chunks; first += kFactors) {
     const int count = static_cast<int>(chunks - first < kFactors ? chunks - first : kFactors);
@@ -351,7 +343,7 @@ struct Panel {
   float *scales, *offsets;
 };
 
-int64_t padded_width(const Args& args) { return ceil_div(args.width, kColumns) * kColumns; }
+int64_t padded_width(const Args& args) { return round_up(args.width, kColumns); }
 
 Panel panel_at(const Args& args, char* scratch) {
   const int64_t bytes = padded_width(args) * kPanelOutputs, factors = args.width / args.chunk * kPanelOutputs;

@@ -81,6 +81,14 @@ inline void stream(float* p, Vec v) {
   store(p, v);
 #endif
 }
+// Asks for the line of an address, which need not be one of the program's.
+inline void prefetch(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));  // GCC drops a loop of __builtin_prefetch
+#else
+  __builtin_prefetch(line);
+#endif
+}
 inline void finish_streams() {
 #if defined(__AVX2__) || defined(__AVX512F__)
   _mm_sfence();

@@ -284,13 +284,7 @@ struct Ahead {
     } else {
       return;
     }
-    for (int32_t i = 0; i < size; i += 64) {
-#if defined(__x86_64__)
-      asm volatile("prefetcht0 %0" : : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
-#else
-      __builtin_prefetch(row + i);
-#endif
-    }
+    for (int32_t i = 0; i < size; i += 64) prefetch(row + i);
   }
 };
 constexpr Ahead kNothing = {nullptr, 0, 0, nullptr, 0, 0, 0};
