@@ -1,17 +1,21 @@
-"""BlockLinear on the CPU beside ONNX Runtime's MatMulNBits.
+"""BlockLinear beside ONNX Runtime's MatMulNBits, on a CPU or in the CUDA provider.
 
-    python -m bench.kernels.block_linear OUT --seed HEX [--shapes 40] [--threads 2] [--rounds 5]
+    python -m bench.kernels.block_linear OUT --seed HEX [--cuda] [--shapes 40] [--threads 2] [--rounds 5] [--seconds S]
 
-writes OUT.json, a line a shape, and OUT.md. Shapes are drawn from the seed: 1 to 512 rows, 256 to 8,192 inputs and outputs,
-int4 or int8, with a shift or without, in blocks of 32; behind them stand the products of SmolLM2-135M's layers for 1, 4 and 256
-rows. Each contender is an onnxruntime session of as many products, of different weights, as it takes to be beyond the last-
-level cache that a virtual machine can count on, so that weights come from where a decoder's come from; both sessions run in
+writes OUT.json, a line a shape, and OUT.md. Shapes are drawn from the seed: 1 to 512 rows (2,048 with --cuda), 256 to 8,192
+inputs and outputs, int4 or int8, with a shift or without, in blocks of 32; behind them stand the products of a whole model's
+layers, SmolLM2-135M's on a CPU, Llama-3-8B's on a GPU. Each contender is an onnxruntime session of as many products, each with
+weights of its own, as it takes to be beyond the last-level cache: they come from where a decoder's come from. Sessions run in
 turns, and times are medians, divided by the number of products. Where there is a shift MatMulNBits gets it as exporters give
 it: a product of the shifts with the sums of the blocks. Every result is compared with float64 before it is timed.
+
+--cuda: in float16, with MatMul of float16 weights (cuBLAS) as a third contender; each session is captured in a CUDA graph and
+timed by events on its stream.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import random
@@ -21,32 +25,50 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+import torch
+from onnx import helper, numpy_helper
 
 from leanfleet import ort_ops, spec
 
-WEIGHT_BYTES = 160 << 20  # of all products of a session together
+WEIGHT_BYTES = {"cpu": 160 << 20, "cuda": 256 << 20}  # of all products of a session together
 BLOCK = 32
-LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs and inputs
+LAYERS = {  # outputs and inputs
+    "cpu": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
+    "cuda": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+}
+ROWS = {"cpu": (1, 4, 256), "cuda": (1, 2, 4, 8, 16, 64, 2048)}
 
 
-def shapes(seed, count):
-    """Of `count` drawn shapes and SmolLM2's."""
+def shapes(seed, count, device):
+    """Of `count` drawn shapes and a model's."""
     draw = random.Random(seed)
     for _ in range(count):
-        rows, width = round(2 ** draw.uniform(0, 9)), BLOCK * round(2 ** draw.uniform(3, 8))
+        rows, width = round(2 ** draw.uniform(0, 9 if device == "cpu" else 11)), BLOCK * round(2 ** draw.uniform(3, 8))
         yield rows, width, round(2 ** draw.uniform(8, 13)), draw.choice((4, 4, 8)), draw.choice((True, False))
-    for rows in (1, 4, 256):
-        for outputs, width in LAYER:
+    for outputs, width in LAYERS[device]:
+        for rows in ROWS[device]:
             yield rows, width, outputs, 4, True
 
 
-def weights(random, width, outputs, bits):
+def weights(random, width, outputs, bits, dtype):
     """Unsigned numbers as MatMulNBits packs them, scales and shifts."""
     blocks = width // BLOCK
     packed = random.integers(0, 256, (outputs, blocks, BLOCK * bits // 8), dtype=np.uint8)
     scale = (0.5 + random.random((outputs, blocks), dtype=np.float32)) / 2**bits
-    return packed, scale, random.standard_normal((outputs, blocks), dtype=np.float32)
+    return packed, scale.astype(dtype), random.standard_normal((outputs, blocks), dtype=np.float32).astype(dtype)
+
+
+def integers(packed):
+    """[outputs,blocks,BLOCK] of them, centred."""
+    if packed.shape[2] == BLOCK:
+        return packed.astype(np.int16) - 128
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], BLOCK).astype(np.int16) - 8
+
+
+def matrix(packed, scale, shift, dtype):
+    """[outputs,inputs], computed in this type."""
+    found = integers(packed).astype(dtype) * scale.astype(dtype)[..., None]
+    return (found if shift is None else found + shift.astype(dtype)[..., None]).reshape(len(packed), -1)
 
 
 def ours(i, packed, scale, shift):
@@ -73,67 +95,133 @@ def theirs(i, packed, scale, shift):
     return nodes, arrays
 
 
-def session(make, sets, threads):
+def whole(i, packed, scale, shift):
+    arrays = {f"w{i}": np.ascontiguousarray(matrix(packed, scale, shift, np.float16).T)}
+    return [helper.make_node("MatMul", ["x", f"w{i}"], [f"y{i}"])], arrays
+
+
+CONTENDERS = {"leanfleet": ours, "MatMulNBits": theirs}
+CUDA_CONTENDERS = CONTENDERS | {"float16": whole}
+
+
+class Products:
+    """A session of a product of each set, all of one input x [1,rows,inputs]."""
+
+    def __init__(self, make, sets, device, threads):
+        self.count, self.outputs, self.device, self.graphs = len(sets), len(sets[0][0]), device, 0
+        provider = "CPUExecutionProvider"
+        if device == "cuda":
+            self.stream = torch.cuda.Stream()
+            provider = (
+                "CUDAExecutionProvider",
+                {"enable_cuda_graph": "1", "user_compute_stream": str(self.stream.cuda_stream)},
+            )
+        self.session = session(make, sets, threads, provider)
+
+    def take(self, x):
+        """What is run from now on; on a GPU, captured."""
+        self.feed = {"x": x}
+        if self.device == "cpu":
+            return
+        self.binding, self.options, self.results = self.session.io_binding(), onnxruntime.RunOptions(), []
+        self.options.add_run_config_entry("gpu_graph_id", str(self.graphs))
+        self.graphs += 1
+        self.input = onnxruntime.OrtValue.ortvalue_from_numpy(x, "cuda", 0)
+        self.binding.bind_ortvalue_input("x", self.input)
+        for i in range(self.count):
+            shape = *x.shape[:2], self.outputs
+            self.results.append(onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, x.dtype, "cuda", 0))
+            self.binding.bind_ortvalue_output(f"y{i}", self.results[i])
+        for _ in range(3):
+            self.session.run_with_iobinding(self.binding, self.options)
+
+    def result(self, i):
+        return self.session.run([f"y{i}"], self.feed)[0] if self.device == "cpu" else self.results[i].numpy()
+
+    def seconds(self):
+        """Of a product."""
+        if self.device == "cpu":
+            begin = time.perf_counter()
+            self.session.run(None, self.feed)
+            return (time.perf_counter() - begin) / self.count
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(self.stream)
+        self.session.run_with_iobinding(self.binding, self.options)
+        end.record(self.stream)
+        end.synchronize()
+        return 1e-3 * begin.elapsed_time(end) / self.count
+
+
+def session(make, sets, threads, provider):
     nodes, arrays = [], {}
     for i, given in enumerate(sets):
         own, of_node = make(i, *given)
         nodes += own
         arrays |= of_node
-    results = [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, None) for i in range(len(sets))]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, None, None])
+    of = helper.np_dtype_to_tensor_dtype(sets[0][1].dtype)
+    results = [helper.make_tensor_value_info(f"y{i}", of, None) for i in range(len(sets))]
+    x = helper.make_tensor_value_info("x", of, [1, None, None])
     graph = helper.make_graph(nodes, "g", [x], results, [numpy_helper.from_array(a, n) for n, a in arrays.items()])
     domains = {"": 20, "com.microsoft": 1, spec.DOMAIN: 1}
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid(d, v) for d, v in domains.items()])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
     ort_ops.register(options)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
 
 
-def error_of(result, x, packed, scale, shift):
+def error_of(result, x, given):
     """Relative, of a product whose input is rounded to 8 bits a block or not."""
-    q = packed if packed.shape[2] == BLOCK else np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], BLOCK)
-    numbers = (q.astype(np.float64) - (128 if packed.shape[2] == BLOCK else 8)) * scale[..., None]
-    matrix = (numbers if shift is None else numbers + shift[..., None]).reshape(len(packed), -1)
-    expected = x[0].astype(np.float64) @ matrix.T
+    expected = x[0].astype(np.float64) @ matrix(*given, np.float64).T
     return float(np.linalg.norm(result[0] - expected) / np.linalg.norm(expected))
 
 
-def line(shape, threads, rounds):
-    rows, width, outputs, bits, shifted = shape
-    random = np.random.default_rng(0)
-    count = max(2, min(200, math.ceil(WEIGHT_BYTES / (width * outputs * (bits / 8 + (8 if shifted else 4) / BLOCK)))))
-    sets = [weights(random, width, outputs, bits) for _ in range(count)]
-    sets = [(packed, scale, shift if shifted else None) for packed, scale, shift in sets]
-    x = random.standard_normal((1, rows, width), dtype=np.float32)
-    sessions = {"leanfleet": session(ours, sets, threads), "MatMulNBits": session(theirs, sets, threads)}
-    for name, own in sessions.items():
-        found = own.run(["y1"], {"x": x})[0]
-        if not (error := error_of(found, x, *sets[1])) < 0.02:  # what 8 bits lose is below 0.01
-            raise SystemExit(f"{shape}: {name} is off by {error:.3g}; not timed")
-    taken = {name: [] for name in sessions}
+def contenders(matrix_of, device, threads):
+    """(the last set of weights, {name: Products}) for inputs, outputs, bits and whether there is a shift."""
+    width, outputs, bits, shifted = matrix_of
+    dtype = np.dtype(np.float32 if device == "cpu" else np.float16)
+    packed, scale, shift = weights(np.random.default_rng(0), width, outputs, bits, dtype)
+    count = math.ceil(WEIGHT_BYTES[device] / (packed.nbytes + scale.nbytes * (1 + shifted)))
+    # Different ones: onnxruntime may keep equal initializers once.
+    sets = [
+        (packed ^ np.uint8(i), np.roll(scale, i, 0), np.roll(shift, i, 0) if shifted else None)
+        for i in range(max(2, min(200 if device == "cpu" else 40, count)))
+    ]
+    makes = CONTENDERS if device == "cpu" else CUDA_CONTENDERS
+    return sets[-1], {name: Products(make, sets, device, threads) for name, make in makes.items()}
+
+
+def line(rows, matrix_of, given, products, rounds):
+    x = np.random.default_rng(rows).standard_normal((1, rows, matrix_of[0]), dtype=np.float32).astype(given[1].dtype)
+    for name, own in products.items():
+        own.take(x)
+        if not (error := error_of(own.result(own.count - 1), x, given)) < 0.02:  # what 8 bits lose is below 0.01
+            raise SystemExit(f"{rows} rows, {matrix_of}: {name} is off by {error:.3g}; not timed")
+    taken = {name: [] for name in products}
     for _ in range(rounds):
-        for name, own in sessions.items():
-            begin = time.perf_counter()
-            own.run(None, {"x": x})
-            taken[name].append((time.perf_counter() - begin) / count)
-    names = ("rows", "inputs", "outputs", "bits", "shift")
-    return dict(zip(names, shape, strict=True)) | {"us": {name: 1e6 * statistics.median(t) for name, t in taken.items()}}
+        for name, own in products.items():
+            taken[name].append(own.seconds())
+    found = dict(zip(("rows", "inputs", "outputs", "bits", "shift"), (rows, *matrix_of), strict=True))
+    return found | {"us": {name: 1e6 * statistics.median(t) for name, t in taken.items()}}
 
 
 def table(report):
-    """Ours beside theirs, and the ratio; geometric means of the drawn shapes by their rows."""
-    head = f"{report['processor']}, {report['threads']} threads, {report['date']}, onnxruntime {report['onnxruntime']}"
+    """Ours beside the others, and the ratio of the faster one; geometric means of the drawn shapes by their rows."""
+    cuda = report.get("device", "cpu") == "cuda"
+    where = report["processor"] if cuda else f"{report['processor']}, {report['threads']} threads"
+    names = list(report["rows"][0]["us"])
     lines = [
-        "# BlockLinear beside MatMulNBits on a CPU\n",
-        f"{head}, seed {report['seed']}. Microseconds a product, its weights out of the caches. Above 1, ours is faster.\n",
-        "| rows | inputs | outputs | bits | shift | leanfleet | MatMulNBits | ratio |",
-        "|---" * 8 + "|",
+        f"# BlockLinear beside MatMulNBits {'in the CUDA provider' if cuda else 'on a CPU'}\n",
+        f"{where}, {report['date']}, onnxruntime {report['onnxruntime']}, seed {report['seed']}. Microseconds a product, its "
+        "weights out of the caches. The ratio is that of the fastest other: above 1, ours is faster.\n",
+        f"| rows | inputs | outputs | bits | shift | {' | '.join(names)} | ratio |",
+        "|---" * (6 + len(names)) + "|",
     ]
-    ratio = [row["us"]["MatMulNBits"] / row["us"]["leanfleet"] for row in report["rows"]]
+    ratio = [min(t for name, t in row["us"].items() if name != "leanfleet") / row["us"]["leanfleet"] for row in report["rows"]]
     for row, r in zip(report["rows"], ratio, strict=True):
-        cells = [row["rows"], row["inputs"], row["outputs"], row["bits"], "yes" if row["shift"] else "", *row["us"].values()]
-        lines.append("| " + " | ".join(f"{c:.0f}" if isinstance(c, float) else str(c) for c in cells) + f" | {r:.2f} |")
+        cells = [row["rows"], row["inputs"], row["outputs"], row["bits"], "yes" if row["shift"] else ""]
+        cells += [f"{row['us'][name]:.{1 if cuda else 0}f}" for name in names]
+        lines.append("| " + " | ".join(map(str, cells)) + f" | {r:.2f} |")
     drawn = list(zip(report["rows"], ratio, strict=True))[: report["drawn"]]
     parts = {"1 to 4": (1, 4), "5 to 32": (5, 32), "33 and more": (33, 1 << 30)}
     means = []
@@ -148,21 +236,32 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="hexadecimal")
+    parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--shapes", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other matrix is begun")
     arguments = parser.parse_args()
+    device = "cuda" if arguments.cuda else "cpu"
     processor = next((n.split(":")[1].strip() for n in open("/proc/cpuinfo") if n.startswith("model name")), "unknown")
-    report = {"date": datetime.date.today().isoformat(), "processor": processor, "threads": arguments.threads}
+    report = {"date": datetime.date.today().isoformat(), "device": device, "threads": arguments.threads}
+    report |= {"processor": torch.cuda.get_device_name() if arguments.cuda else processor}
     report |= {"onnxruntime": onnxruntime.__version__, "seed": f"{arguments.seed:x}", "rounds": arguments.rounds}
-    report |= {"drawn": arguments.shapes, "rows": []}
-    for shape in shapes(arguments.seed, arguments.shapes):
-        row = line(shape, arguments.threads, arguments.rounds)
-        report["rows"].append(row)
-        print(shape, {name: round(us, 1) for name, us in row["us"].items()}, flush=True)
+    report |= {"drawn": 0, "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(table(report))
+    begin, drawn = time.monotonic(), arguments.shapes
+    for number, (matrix_of, group) in enumerate(
+        itertools.groupby(shapes(arguments.seed, drawn, device), lambda shape: shape[1:])
+    ):
+        if time.monotonic() - begin > arguments.seconds:
+            break
+        given, products = contenders(matrix_of, device, arguments.threads)
+        for rows, *_ in group:
+            report["rows"].append(line(rows, matrix_of, given, products, arguments.rounds))
+            print(report["rows"][-1], flush=True)
+        report["drawn"] = min(drawn, number + 1)
+        arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":
