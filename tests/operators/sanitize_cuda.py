@@ -1,5 +1,4 @@
-"""Random calls of LeanAttention, SampleTokens or the linear operators for compute-sanitizer, which no test can start for every
-shape:
+"""Random calls of an operator for compute-sanitizer, which no test can start for every shape:
 
     PYTHONPATH=tests compute-sanitizer --tool racecheck --kernel-name kns=leanfleet \\
         python tests/operators/sanitize_cuda.py --calls 210 --seed 1 --operator SampleTokens
@@ -13,7 +12,7 @@ from functools import partial
 
 import torch
 
-from support import delta_cases, quantised_cases, sampling_cases
+from support import block_cases, delta_cases, quantised_cases, sampling_cases
 from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_prompts, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 from support.linear_cases import LINEAR, PACKED_CASES, fill
@@ -131,11 +130,27 @@ def draw_delta_grad(random):
     return inputs, attrs, f"{tokens} tokens, " + ", ".join(f"{k} {v}" for k, v in {**facts, **attrs}.items())
 
 
-# By name: the operator, the draw, and the attribute with which a call changes its inputs.
+def draw_block(random):
+    """The same of BlockLinear: few rows and tiles, all forms of weights, blocks of whole pieces and not."""
+    sizes = (
+        random.choice((1, 2)),
+        random.choice((1, 1, 2, 3, 4, 7, 9, 70)),
+        *random.choice(((32, 1), (32, 40), (64, 9), (128, 33), (128, 130), (20, 3), (48, 5), (256, 2), (16, 200))),
+        random.choice((1, 5, 64, 300, 1000)),
+    )
+    sizes = sizes[0], sizes[1], sizes[2] * sizes[3], sizes[3], sizes[4]
+    dtype, form, seed = random.choice(block_cases.DTYPES), random.choice(block_cases.FORMS), random.randrange(2**20)
+    drawn = list(block_cases.calls(sizes, dtype, form, seed))
+    inputs, attrs = random.choice(drawn)
+    return inputs, attrs, f"{sizes}, {dtype}, {form}, {sorted(inputs)}, {attrs}"
+
+
+# By name: the operator, the draw, and the attribute, if any, with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
     "prompts": ("LeanAttention", draw_packed_prompts, "append"),
     "quantised": ("LeanAttention", draw_quantised, "append"),
+    "BlockLinear": ("BlockLinear", draw_block, None),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
     "GatedDeltaRuleGrad": ("GatedDeltaRuleGrad", draw_delta_grad, "return_state"),
     **{
