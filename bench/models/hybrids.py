@@ -1,6 +1,6 @@
 """Whole hybrid decoders in ONNX Runtime: their recurrent layers by leanfleet, and by ONNX Runtime's own operators.
 
-    python -m bench.models.hybrids export DIR [--shape qwen3.5-0.8b] [--layers N] [--dtype float32] [--weightless]
+    python -m bench.models.hybrids export DIR [--shape qwen3.5-0.8b] [--layers N] [--dtype float32] [--weightless | --thin]
     python -m bench.models.hybrids run DIR OUT.json [--device cuda] [--prompts 2048,8192,32768] [--batches 1,16]
         [--context 2048]
 
@@ -9,7 +9,8 @@ CausalLinearDecay in the form of ONNX Runtime's operators, by `leanfleet rewrite
 GatedDeltaNet, which is for GPUs alone, in 16 bits, where CausalLinearDecay has no counterpart. GatedDeltaNet's states stay in
 its own order from step to step, so that nothing turns them round. All else, attention and convolutions too, is leanfleet's in
 both.
---weightless leaves the weights out, for a machine that `run` makes them on.
+--weightless leaves the weights out, for a machine that `run` makes them on; --thin does so for models that do not fit here: all
+their large weights are then the same numbers.
 
 prompt         seconds of one request's prompt, from token ids to the next token's logits on the host.
 step           seconds of a step of so many requests behind --context tokens each.
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.models import thin
 from bench.models.end_to_end_linear import used
 from bench.models.serving import SHAPES, config_of, random_parameters
 from bench.models.weightless import DATA, fill, parameters_of, strip
@@ -50,8 +52,15 @@ def command_export(args):
 
     torch.manual_seed(0)
     ours, theirs = args.folder / OURS, args.folder / THEIRS
-    model = AutoModelForCausalLM.from_config(config_of(args.shape, args.layers), dtype=getattr(torch, args.dtype)).eval()
-    export_decoder(model, ours, verify=False)
+    config = config_of(args.shape, args.layers)
+    if args.thin:
+        model = thin.untouched(config, args.dtype)
+        with thin.Thin():
+            export_decoder(model, ours, verify=False)
+        thin.complete(ours)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
+        export_decoder(model, ours, verify=False)
     facts = {"model": args.shape, "dtype": args.dtype, "layers": model.config.num_hidden_layers}
     facts |= {"vocabulary": model.config.vocab_size, "parameters": sum(p.numel() for p in model.parameters())}
     shutil.rmtree(theirs, ignore_errors=True)
@@ -61,6 +70,7 @@ def command_export(args):
     if left := [row for row in rows if row.into is None]:
         raise SystemExit(f"{left[0].operator} stays: {left[0].reason}")
     in_their_order(ours / "theirs.onnx")
+    (ours / thin.WEIGHTS).unlink(missing_ok=True)
     (ours / "theirs.onnx").rename(theirs / "model.onnx")
     shutil.copy(ours / "leanfleet.json", theirs)
     if (ours / DATA).exists():  # small weights are in the graph
@@ -173,6 +183,9 @@ def command_run(args):
         parameters = random_parameters(facts, args.device)
         for side in (OURS, THEIRS):
             fill(args.folder / side, parameters)
+        del parameters
+    for side in (OURS, THEIRS):
+        thin.complete(args.folder / side)
     lines = [{"kind": "prompt", "batch": 1, "context": length} for length in args.prompts]
     for kind in ("step", "captured step")[: 1 if args.device == "cpu" else 2]:
         lines += [{"kind": kind, "batch": batch, "context": args.context} for batch in args.batches]
@@ -230,7 +243,9 @@ def main():
     export.add_argument("--shape", choices=list(SHAPES), default="qwen3.5-0.8b")
     export.add_argument("--layers", type=int)
     export.add_argument("--dtype", choices=list(AGREES), default="float32")
-    export.add_argument("--weightless", action="store_true")
+    weights = export.add_mutually_exclusive_group()
+    weights.add_argument("--weightless", action="store_true")
+    weights.add_argument("--thin", action="store_true")
     export.set_defaults(command=command_export)
     run = commands.add_parser("run")
     run.add_argument("folder", type=Path)

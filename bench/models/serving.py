@@ -86,8 +86,8 @@ SHAPES["gemma-2-9b"] = dict(
     num_key_value_heads=8,
     head_dim=256,
 )
-# Hybrids: attention and Mamba-2 in each layer; the gated delta rule in three layers of four (OLMo's keys of 96, values of 192);
-# the first layers of Nemotron-H, Mamba-2 with 8 groups of 128 heads.
+# Hybrids: attention and Mamba-2 in each layer; the gated delta rule in three layers of four (OLMo's keys of 96, values of 192),
+# with 512 experts in Qwen3-Next; the first layers of Nemotron-H, Mamba-2 with 8 groups of 128 heads.
 SHAPES["falcon-h1-1.5b"] = dict(
     model_type="falcon_h1",
     vocab_size=65537,
@@ -113,6 +113,7 @@ SHAPES["qwen3.5-0.8b"] = dict(
     linear_num_key_heads=16,
     linear_num_value_heads=16,
 )
+SHAPES["qwen3-next-12-layers"] = dict(model_type="qwen3_next", num_hidden_layers=12)
 SHAPES["nemotron-h-8b-13-layers"] = dict(
     model_type="nemotron_h",
     num_hidden_layers=13,

@@ -22,7 +22,7 @@ class Thin:
         self._graphs = {}
 
     def __enter__(self):
-        from leanfleet.export import decoder, serving, tensor_parallel
+        from leanfleet.export import decoder, experts, serving, tensor_parallel
 
         self._made = decoder.made
         with contextlib.ExitStack() as undo:
@@ -32,6 +32,7 @@ class Thin:
                 (decoder, "save", save),
                 (serving, "_take_weights", lambda model, folder, file, part: outside(model, folder)),
                 (tensor_parallel, "_part", part),
+                (experts, "interleave", lambda weights: weights),
             ):
                 undo.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, ours)
