@@ -12,7 +12,7 @@ import onnx
 
 WEIGHTS = "weights.data"
 LARGE = 1 << 16  # bytes; smaller weights stay in the graph
-DRAWN = 1 << 24  # bytes that are drawn; the file repeats them
+DRAWN = 1 << 21  # bytes that are drawn; the file repeats them, so that experts of as many bytes or twice, ... are the same
 
 
 class Thin:

@@ -244,7 +244,7 @@ const float* row_factors(const Args& args, const void* from, int32_t dtype, int6
 
 // Weights and their factors are read once, and the processor's own prefetching follows them to the end of a page at most: asked for
 // kAhead bytes before, they come up to twice as fast to one core.
-constexpr int64_t kAhead = 2048, kShortRow = 1024;
+constexpr int64_t kAhead = 2048, kShortRow = 1024, kFactorLine = 512;
 inline void prefetch_all(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
 }
@@ -257,12 +257,19 @@ void dots(const Args& args, int64_t output) {
   const int64_t chunks = args.width / args.chunk, row_bytes = W::bytes(args.width);
   const uint8_t* const weights = static_cast<const uint8_t*>(args.weight) + output * row_bytes;
   const LaneFactors lanes(args.chunk, are_separate(args));
-  // Short rows are asked for together, as they follow each other, long ones each by itself.
+  // Short rows are asked for together, as they follow each other, long ones each by itself: what follows its end is in the row
+  // that takes its place next.
   const bool short_rows = row_bytes <= kShortRow;
-  const int64_t later = (output + kAhead / row_bytes) * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
-  if (short_rows) prefetch_all(weights + kAhead, kOutputs * row_bytes);
-  prefetch_all(static_cast<const float*>(args.scale) + later, factor_bytes);
-  if (args.shift != nullptr) prefetch_all(static_cast<const float*>(args.shift) + later, factor_bytes);
+  const int64_t next_row = kAhead + (kOutputs - 1) * row_bytes;
+  const float* const scale_rows = static_cast<const float*>(args.scale) + output * args.blocks;
+  const float* const shift_rows =
+      args.shift != nullptr ? static_cast<const float*>(args.shift) + output * args.blocks : scale_rows;
+  if (short_rows) {
+    const int64_t later = kAhead / row_bytes * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
+    prefetch_all(weights + kAhead, kOutputs * row_bytes);
+    prefetch_all(scale_rows + later, factor_bytes);
+    if (args.shift != nullptr) prefetch_all(shift_rows + later, factor_bytes);
+  }
   Vec sums[kOutputs][kRows] = {};
   for (int64_t first = 0; first < chunks; first += kFactors) {
     const int count = static_cast<int>(chunks - first < kFactors ? chunks - first : kFactors);
@@ -292,7 +299,11 @@ void dots(const Args& args, int64_t output) {
 #pragma GCC unroll 4
       for (int n = 0; n < kOutputs; ++n) {
         const uint8_t* const from = weights + n * row_bytes + W::bytes(k);
-        if (!short_rows && W::bytes(k) % 64 == 0) prefetch(from + kAhead);
+        if (!short_rows && W::bytes(k) % 64 == 0) {
+          prefetch(from + (W::bytes(k) < row_bytes - kAhead ? kAhead : next_row));
+          const int64_t factor = (kOutputs + n) * args.blocks + first + c;
+          if (k % kFactorLine == 0) prefetch(scale_rows + factor), prefetch(shift_rows + factor);
+        }
         const VecInt u = W::template load_some<true>(from, left);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r)
@@ -366,19 +377,27 @@ void fill(const Args& args, int64_t output, const Panel& panel) {
       transpose(v);
       for (int j = 0; j < kLanes; ++j) std::memcpy(panel.words + ((k / 4 + j) * kPanel + p) * kLanes, &v[j], sizeof v[j]);
     }
-    for (int i = 0; i < kLanes; ++i) {
-      const bool there = first + i < args.outputs;
-      for (int64_t c = 0; c < chunks; c += kFactors) {
-        const int count = static_cast<int>(chunks - c < kFactors ? chunks - c : kFactors);
-        float scale[kFactors] = {}, offset[kFactors] = {};
-        if (there) {
-          factors_of(args, args.scale, args.scale_dtype, first + i, c, count, scale);
-          factors_of(args, args.shift, args.shift_dtype, first + i, c, count, offset);
+    for (int64_t begin = 0; begin < chunks; begin += kFactors) {
+      const int count = static_cast<int>(chunks - begin < kFactors ? chunks - begin : kFactors);
+      float own[2][kLanes][kFactors];
+      const float* rows[2][kLanes];  // of scales and of shifts
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t row = first + i < args.outputs ? first + i : args.outputs - 1;
+        rows[0][i] = row_factors(args, args.scale, args.scale_dtype, row, begin, count, own[0][i]);
+        rows[1][i] = row_factors(args, args.shift, args.shift_dtype, row, begin, count, own[1][i]);
+      }
+      for (int c = 0; c < count; c += kLanes) {
+        Vec scales[kLanes], shifts[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          scales[i] = load_floats(rows[0][i] + c, count - c);
+          shifts[i] = load_floats(rows[1][i] + c, count - c);
         }
-        for (int j = 0; j < count; ++j) {
-          const int64_t at = ((c + j) * kPanel + p) * kLanes + i;
-          panel.scales[at] = scale[j];
-          panel.offsets[at] = offset[j] - W::kCentre * scale[j];
+        transpose(scales);
+        transpose(shifts);
+        for (int j = 0; j < kLanes && c + j < count; ++j) {
+          const int64_t at = ((begin + c + j) * kPanel + p) * kLanes;
+          store(panel.scales + at, scales[j]);
+          store(panel.offsets + at, fma(scales[j], broadcast(-W::kCentre), shifts[j]));
         }
       }
     }

@@ -43,7 +43,7 @@ def make(sizes, dtype, form, shift=True, bias=True, scale_dtype=torch.float32, s
         weight = (numbers / 16).to(form or dtype)
     # Blocks of all sizes, some of zeros and some of numbers so small that they count as zeros.
     x = torch.randn(batch, tokens, width, generator=random) * torch.rand(batch, tokens, 1, generator=random) * 8
-    x *= min(1.0, 1024 / width)  # results within float16
+    x *= min(1.0, 1024 / width) / (8 if form == torch.int8 else 1)  # results within float16
     blocks = x.view(batch, tokens, groups, -1)
     blocks[torch.rand(batch, tokens, groups, generator=random) < 0.1] = 0.0
     if dtype != torch.float16:
