@@ -33,7 +33,7 @@ from leanfleet.decoder_contract import CACHES
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 
-BLOCK = 16
+BLOCK = 64  # tokens of a page, as export_for_serving has them by default
 GRAPHS = {"padded": "decoder", "continuous": "serving"}  # folders of the two ways
 SHAPES = {
     "smollm2": dict(
