@@ -9,8 +9,9 @@ sees it.
     python -m bench.models.vllm table OUT --ours OURS.json ... [--vllm VLLM.json ...] [--genai GENAI.json ...]
 
 `table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md; of
-onnxruntime-genai's engine "genai" and "genai_ratio". A ratio above 1 means that ours is faster. Weights are random on all sides
-(vLLM's load_format="dummy"), answers end at their length. Files are written after each line, so that a run that is stopped
+onnxruntime-genai's engine "genai" and "genai_ratio". A ratio above 1 means that ours is faster. Weights are random on all sides,
+drawn from the same distribution: vLLM's dummy weights, norms too, are within 1e-3, so that what a gate gives is zeros in float16,
+and a GPU that is held back by its power multiplies zeros faster. Answers end at their length. Files are written after each line, so that a run that is stopped
 leaves what it has; a table has the lines of ours that a peer has too.
 
 --kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
@@ -195,6 +196,16 @@ def write_config(folder, model, dtype="float16"):
     return folder / "vllm"
 
 
+def draw_weights(model):
+    """In vLLM's worker: weights as bench.models.serving draws ours."""
+    import torch
+
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and (p.dim() > 1 or "norm" in name):
+            p.data.normal_(0.0, 0.02)
+
+
 class Vllm:
     leads = True
 
@@ -203,6 +214,7 @@ class Vllm:
         self.model = write_config(folder, model, "bfloat16" if fp8_cache else "float16")
         self.engine, self.opened, self.traces, self.states = None, None, None, "auto" if narrow_states else "float32"
         self.cache, self.gpus = "fp8" if fp8_cache else "auto", gpus
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for draw_weights, which goes to the workers
         if gpus > 1:
             os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
 
@@ -233,6 +245,7 @@ class Vllm:
             tensor_parallel_size=self.gpus,
             **({"profiler_config": profiler} if self.traces else {}),
         )
+        self.engine.apply_model(draw_weights)
 
     def run(self, prompts, answers):
         from vllm import SamplingParams
