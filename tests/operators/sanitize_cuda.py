@@ -109,6 +109,29 @@ def draw_linear(name, random):
     return inputs, attrs, f"{dtype}, size {size}, offsets {offsets}, {sorted(inputs)}, {attrs}"
 
 
+def draw_delta(random):
+    """The same of GatedDeltaRule: steps and prompts, in chunks and token by token, pools of states."""
+    tokens, k_heads = random.choice((1, 1, 3, 8, 40, 64, 130, 300)), random.choice((1, 2))
+    q_group, v_group = random.choice(((1, 1), (1, 3), (2, 4), (3, 1)))
+    facts = dict(
+        heads=(k_heads * q_group, k_heads, k_heads * v_group),
+        d=random.choice((8, 33, 64, 128, 128, 160, 256)),
+        dv=random.choice((7, 64, 72, 128, 128, 200)),
+        dtype=random.choice(("float32", "float16", "bfloat16", "bfloat16")),
+        decay=random.choice((None, "token", "token", "key", "edge")),
+        layout=random.choice(("bhnd", "bnhd")),
+        state=random.random() < 0.5,
+        pool=random.random() < 0.3,
+        packed=sorted(random.randint(0, tokens) for _ in range(4)) if random.random() < 0.4 else None,
+        v_first=random.choice((0, 1)),
+        seed=random.randrange(2**20),
+    )
+    attrs = {"normalize_qk": random.choice((0, 1, 1)), "layout": facts["layout"], "state_v_first": facts["v_first"]}
+    inputs = delta_cases.make(tokens, **facts)
+    attrs["return_state"] = int("state_index" in inputs or random.random() < 0.6)
+    return inputs, attrs, f"{tokens} tokens, " + ", ".join(f"{k} {v}" for k, v in {**facts, **attrs}.items())
+
+
 def draw_delta_grad(random):
     """The same of GatedDeltaRuleGrad: on tensor cores and not, whole vectors and not, packed or not."""
     tokens, k_heads = random.choice((1, 40, 64, 130, 300)), random.choice((1, 2))
@@ -152,6 +175,7 @@ DRAW = {
     "quantised": ("LeanAttention", draw_quantised, "append"),
     "BlockLinear": ("BlockLinear", draw_block, None),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
+    "GatedDeltaRule": ("GatedDeltaRule", draw_delta, "return_state"),
     "GatedDeltaRuleGrad": ("GatedDeltaRuleGrad", draw_delta_grad, "return_state"),
     **{
         name: (name, partial(draw_linear, name), "return_state")
