@@ -37,10 +37,14 @@ namespace leanfleet::lean_attention {
 constexpr int kDirectRows = 8, kMostDirectRows = 16;  // of units, of up to 128 columns
 constexpr int kDirectBatch = 32;                      // up to which a warp sees at once whether all units are equal
 // Warps of a CTA of DirectKernel, with units of so many rows: as many as registers suffice for, of which the output of 16 rows takes
-// as many as that of 8 rows twice as wide.
-LEANFLEET_HD constexpr int direct_warps(int width, int rows) { return width * rows <= 128 * 8 ? 12 : 8; }
+// as many as that of 8 rows twice as wide, and a tile of int4 half of one of int8.
+LEANFLEET_HD constexpr int direct_warps(int width, int rows, int bits) {
+  return width * rows > 128 * 8 ? 8 : bits < 8 ? 16 : 12;
+}
 // Tokens that a CTA reads at once.
-constexpr int direct_tokens(int width, int rows, int bits) { return direct_warps(width, rows) * warp_tokens(width, bits); }
+constexpr int direct_tokens(int width, int rows, int bits) {
+  return direct_warps(width, rows, bits) * warp_tokens(width, bits);
+}
 
 // A segment, as all warps get it from one.
 struct DirectWork {
@@ -82,9 +86,11 @@ struct DirectRow {
   static constexpr int kBytes = kOwn < 16 ? kOwn : 16, kChunks = kOwn / kBytes;
 };
 
+constexpr int bits_of_form(int form) { return form == kOfT ? 16 : form == kInt4 ? 4 : 8; }
+
 template <int kWidth, int kKeys = kOfT>
 struct DirectTile {
-  static constexpr int kTokens = warp_tokens(kWidth, kKeys == kOfT ? 16 : kKeys == kInt4 ? 4 : 8), kSlices = kTokens / 16;
+  static constexpr int kTokens = warp_tokens(kWidth, bits_of_form(kKeys)), kSlices = kTokens / 16;
   static constexpr int kScratchStride = kWidth + 4;  // floats
 };
 
@@ -95,9 +101,9 @@ constexpr int direct_scratch_bytes(int warps, int rows) {
 }
 
 // In shared memory, before the warps' outputs [kWarps][rows][kScratchStride].
-template <class T, int kWidth, int kRows>
+template <class T, int kWidth, int kRows, int kBits>
 struct alignas(16) DirectShared {
-  static constexpr int kWarps = direct_warps(kWidth, kRows);
+  static constexpr int kWarps = direct_warps(kWidth, kRows, kBits);
   static constexpr int kInboxItems = inbox_items(kRows, kWidth);
   char inbox[kInboxItems * kInboxItemBytes];
   // Of two segments: the query, and the keys and values that the call appends, into quantised caches in a launch of its own.
@@ -1045,9 +1051,9 @@ struct DirectCta {
 
 // kBlocks: of 8 rows, those of a unit.
 template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT, bool kPartial = false, int kBlocks = 1>
-__global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks), 1)
+__global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of_form(kKeys)), 1)
     DirectKernel(const __grid_constant__ DirectLaunch launch) {
-  using Shared = DirectShared<T, kWidth, 8 * kBlocks>;
+  using Shared = DirectShared<T, kWidth, 8 * kBlocks, bits_of_form(kKeys)>;
   using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues, kPartial, Shared, false, kBlocks>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
@@ -1272,10 +1278,22 @@ inline DirectGrid direct_grid(const Args& args) {
   return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
 }
 
+// body(SharedType<S>) with the shared memory of caches of so many bits.
+template <class S>
+struct SharedType {
+  using Of = S;
+};
+template <class T, int kWidth, int kBlocks, class F>
+int with_direct_shared(int bits, F&& body) {
+  if (bits < 8) return body(SharedType<DirectShared<T, kWidth, 8 * kBlocks, 4>>{});
+  return body(SharedType<DirectShared<T, kWidth, 8 * kBlocks, 16>>{});
+}
 template <class T, int kWidth, int kBlocks>
-int direct_shared_bytes(int rows) {
-  using Shared = DirectShared<T, kWidth, 8 * kBlocks>;
-  return static_cast<int>(sizeof(Shared)) + direct_scratch_bytes<kWidth>(Shared::kWarps, rows);
+int direct_shared_bytes(int rows, int bits) {
+  return with_direct_shared<T, kWidth, kBlocks>(bits, [&](auto shared) {
+    using Shared = typename decltype(shared)::Of;
+    return static_cast<int>(sizeof(Shared)) + direct_scratch_bytes<kWidth>(Shared::kWarps, rows);
+  });
 }
 
 // body(keys, values) with the forms of quantised caches that have a kernel, known to the compiler.

@@ -7,24 +7,26 @@ namespace leanfleet::lean_attention {
 
 template <class T, int kWidth, int kBlocks>
 int launch_direct_kernel(DirectKernelPointer kernel, const Args& args, DirectCut cut, void* stream) {
-  using Shared = DirectShared<T, kWidth, 8 * kBlocks>;
+  const int bits = cache_bits(args);
   // The attribute belongs to the kernel, which other threads launch too: it is the same for all calls.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 direct_shared_bytes<T, kWidth, kBlocks>(8 * kBlocks));
+                                                 direct_shared_bytes<T, kWidth, kBlocks>(8 * kBlocks, bits));
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attributes[2] = {};
   config.gridDim = dim3(args.plan.max_ranges);
-  config.blockDim = dim3(32 * Shared::kWarps);
-  config.dynamicSmemBytes = direct_shared_bytes<T, kWidth, kBlocks>(args.group * args.tokens);
+  config.blockDim = dim3(32 * direct_warps(kWidth, 8 * kBlocks, bits));
+  config.dynamicSmemBytes = direct_shared_bytes<T, kWidth, kBlocks>(args.group * args.tokens, bits);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   Args chosen = args;
   int cluster = 1;
   const bool clusters = cut == DirectCut::kClusters || cut == DirectCut::kClustersOfFew;
   if (clusters && args.batch <= kDirectBatch)
-    cluster = choose_cluster<Shared>(reinterpret_cast<const void*>(kernel), chosen.plan, args, cut == DirectCut::kClustersOfFew,
-                                     config);
+    cluster = with_direct_shared<T, kWidth, kBlocks>(bits, [&](auto shared) {
+      return choose_cluster<typename decltype(shared)::Of>(reinterpret_cast<const void*>(kernel), chosen.plan, args,
+                                                           cut == DirectCut::kClustersOfFew, config);
+    });
   DirectLaunch direct = {direct_grid(chosen), chosen};
   direct.grid.cluster = cluster;
   if (args.follows_append) {

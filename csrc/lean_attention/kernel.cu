@@ -432,7 +432,8 @@ int direct_bytes(const Args& args, int rows) {
     constexpr int kWidth = decltype(w)::value;
     const auto of = [&](auto type) {
       using T = decltype(type);
-      return rows <= 8 ? direct_shared_bytes<T, kWidth, 1>(8) : direct_shared_bytes<T, kWidth, 2>(16);
+      const int bits = cache_bits(args);
+      return rows <= 8 ? direct_shared_bytes<T, kWidth, 1>(8, bits) : direct_shared_bytes<T, kWidth, 2>(16, bits);
     };
     return has_narrow_cache(args) ? of(EitherHalf{}) : of(__half{});
   });

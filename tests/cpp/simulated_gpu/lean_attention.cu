@@ -113,8 +113,8 @@ int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& ke
 }
 template <class T, int kWidth, int kBlocks>
 int launch_direct_kernel(const Args& args, DirectKernelPointer kernel, void* stream) {
-  const int bytes = direct_shared_bytes<T, kWidth, kBlocks>(args.group * args.tokens);
-  const int threads = 32 * direct_warps(kWidth, 8 * kBlocks);
+  const int bytes = direct_shared_bytes<T, kWidth, kBlocks>(args.group * args.tokens, cache_bits(args));
+  const int threads = 32 * direct_warps(kWidth, 8 * kBlocks, cache_bits(args));
   kernel<<<args.plan.max_ranges, threads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
   return cudaGetLastError();
 }
