@@ -466,6 +466,7 @@ constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measu
 constexpr int kNarrowUnitOverhead = 16;                   // 4, 8 and 32 are as fast
 constexpr int kShortPart = 128;                           // key tiles, measured
 constexpr int kShortWide = 8192;                          // keys of more than 192 columns, measured
+constexpr int kMostSplitRows = 32;                        // of more than 128 columns, in units of 8
 constexpr int kConvertedRows = 65;                        // of a head, at least; measured with whole prompts alone
 
 }  // namespace
@@ -561,8 +562,11 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced) {
   plan.merge_apart = merges_apart(args, plan, forced.merge_apart);
   // Pieces of prompts beside requests of few tokens keep the units of prompts: their rotary embedding comes before both launches.
   const bool pieces = args.short_tokens > 0 && args.tokens != args.short_tokens;
-  if ((has_narrow_cache(args) && !plan.directly) || pieces || forced.ranges > 0) return plan;
   const int width = padded_width(args);
+  // Quantised rows of other layouts or pairs of forms have no such kernel, and of up to 128 columns the ones with a ring are as good.
+  const bool without =
+      has_narrow_cache(args) && !plan.directly && (width <= 128 || rows > kMostSplitRows || narrow_direct_rows(args, 8) == 0);
+  if (without || pieces || forced.ranges > 0) return plan;
   int way = forced.way;
   if (way == kAnyWay) way = choose_one_segment(args, width, device);
   else if (way >= 0 && !can_take(device, short_call(args, width), kOneSegmentWays[way])) way = -1;

@@ -168,16 +168,18 @@ inline bool can_take(const OneSegmentDevice& device, const ShortCall& call, OneS
 // The way that is expected to be done soonest; -1: the other kernels are, or may be nearly as soon.
 inline int choose_one_segment(const Args& args, int width, const OneSegmentDevice& device) {
   // The estimates have seen too little beyond these.
-  constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kMostRounds = 8.0, kNearly = 0.9;
+  constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kMostRounds = 8.0, kMostWideRounds = 32.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
+  // Wide heads with more rows than DirectKernel takes have only the kernel with a ring beside these, which is slow.
+  const double most_rounds = call.width > 128 && call.rows > one_segment_rows(call) ? kMostWideRounds : kMostRounds;
   const int row_tiles = ceil_div(call.rows, one_segment_rows(call));
   double least = kNearly * scheduled_us(call, device.sm_count);
   int chosen = -1;
   for (int way = 0; way < static_cast<int>(std::size(kOneSegmentWays)); ++way) {
     const OneSegmentWay taken = kOneSegmentWays[way];
     const int parts = one_segment_parts(call, taken, device.sm_count);
-    if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, taken.small, parts) > kMostRounds) continue;
+    if (call.units * row_tiles * parts > kMostCtas || one_segment_rounds(call, taken.small, parts) > most_rounds) continue;
     if (parts > 1 && (call.units * parts > kMostInClusters || call.keys < kLeastKeys * parts)) continue;
     if ((taken.parts == kAllAtOnce && parts == 1) || !can_take(device, call, taken)) continue;
     const double us = one_segment_us(call, way, device.sm_count);
