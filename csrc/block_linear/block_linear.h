@@ -8,6 +8,14 @@ namespace leanfleet::block_linear {
 // What the weights are made of.
 enum class Form : int32_t { kInt8, kInt4, kFloat8, kOfT };
 
+// On CUDA: how tiles of rows meet panels of outputs (panels.cu).
+struct Panels {
+  int32_t row_fragments, output_fragments;  // a tile has 16 rows each, a panel 64 outputs each
+  int32_t row_tiles, panels;
+  int32_t split, groups;  // parts of the columns, and how many groups of them a part has
+  int64_t partial;        // bytes of scratch for the parts' sums
+};
+
 struct Args {
   const void* input;                        // T [rows,width]
   const void* weight;                       // [outputs,width] of `form`
@@ -29,13 +37,23 @@ struct Args {
 
   // On CUDA.
   void* rounded_input;  // T [rows,width], where round_input is on
+  void* partial;        // of panels.partial bytes
+  Panels panels;
 };
 
 constexpr float kLargestInteger = 127.0f;
 constexpr float kLeastMagnitude = 0x1p-100f;  // a block of smaller numbers is 0
 constexpr int64_t kPitch = 64;                // `rounded` has rows of a multiple of it
 
-// On CUDA. Returns the cudaError_t of the launch.
+// On CUDA. How a call is multiplied: in few rows, panels or tiles. It depends on addresses too, of which those that are null are
+// right for anything. Launches return a cudaError_t.
+enum class Way { kNothing, kRows, kPanels, kTiles };
+Way way_of(const Args& args);
 int launch(const Args& args, void* stream);
+
+bool takes_panels(const Args& args);
+Panels plan_panels(const Args& args, int sms);
+// follows: the launch before it on the stream lets it begin early.
+int launch_panels(const Args& args, bool follows, void* stream);
 
 }  // namespace leanfleet::block_linear

@@ -117,6 +117,8 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   Args args = make_args(call);
   args.rounded_input =
       ws.scratch<char>(args.round_input ? args.rows * args.width * element_size(call.inputs[kInput].dtype) : 0);
+  if (way_of(args) == Way::kPanels) args.panels = plan_panels(args, target.sm_count);
+  args.partial = ws.scratch<char>(args.panels.partial);
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the BlockLinear kernels", launch(args, target.stream));
 }

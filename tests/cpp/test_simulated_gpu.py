@@ -96,6 +96,19 @@ def check_block_linear(folder, sizes, dtype, form, seed, odd=False, **options):
 FEW_ROWS = ((1, 1, 64, 2, 5), (1, 2, 96, 3, 33), (1, 3, 64, 1, 2), (1, 8, 160, 5, 9), (1, 1, 2560, 80, 6), (1, 5, 4128, 1, 3))
 # CTAs with several groups of outputs, and rows of the input that shared memory does not hold at once.
 GROUPS = ((1, 2, 64, 2, 131), (1, 4, 6400, 200, 68), (1, 1, 26624, 1, 3))
+# Panels: tiles of 16, 32 and 64 rows and their ends, lines that end within a group of 128 columns, lanes that share a block, parts
+# of the columns.
+PANELS = (
+    (1, 9, 96, 3, 5),
+    (1, 16, 544, 17, 66),
+    (1, 17, 160, 5, 130),
+    (2, 16, 1088, 17, 9),
+    (1, 33, 32, 1, 3),
+    (1, 64, 384, 3, 20),
+    (1, 65, 1184, 37, 129),
+)
+# CTAs that go through more columns than are held and on their way at once, panels of 128 outputs of few rows.
+LONG_PANELS = ((1, 12, 3104, 97, 258), (1, 20, 2080, 65, 257), (1, 70, 1312, 41, 130))
 # Tiles: blocks that are pieces and others, whole chunks of eight columns and none, ends of rows and of outputs.
 TILES = ((1, 3, 28, 4, 3), (1, 9, 64, 2, 66), (1, 70, 48, 3, 5), (1, 12, 42, 3, 19), (1, 10, 136, 1, 4), (1, 1, 16, 1, 1))
 
@@ -103,7 +116,7 @@ TILES = ((1, 3, 28, 4, 3), (1, 9, 64, 2, 66), (1, 70, 48, 3, 5), (1, 12, 42, 3, 
 @pytest.mark.parametrize("dtype", block_cases.DTYPES, ids=str)
 def test_block_linear(block_linear, dtype):
     for i, form in enumerate(block_cases.FORMS):
-        for seed, sizes in enumerate((*FEW_ROWS[:2], *TILES[:2])):
+        for seed, sizes in enumerate((*FEW_ROWS[:2], *PANELS[:2], *TILES[:2])):
             check_block_linear(block_linear, sizes, dtype, form, seed + i)
 
 
@@ -118,9 +131,11 @@ def test_block_linear_of_all_sizes(block_linear, form, dtype):
     for seed, sizes in enumerate(GROUPS):
         check_block_linear(block_linear, sizes, dtype, form, seed, sms=1)
     assert products(block_linear) == before, "another kernel ran"
-    for seed, sizes in enumerate((*TILES, *block_cases.SIZES)):
+    for seed, sizes in enumerate((*PANELS, *TILES, *block_cases.SIZES)):
         check_block_linear(block_linear, sizes, dtype, form, seed)
-    for seed, sizes in enumerate((FEW_ROWS[1], TILES[1])):
+    for seed, sizes in enumerate(LONG_PANELS):
+        check_block_linear(block_linear, sizes, dtype, form, seed, sms=1)
+    for seed, sizes in enumerate((FEW_ROWS[1], PANELS[1], TILES[1])):
         check_block_linear(block_linear, sizes, dtype, form, seed, odd=True)
     assert (products(block_linear) > before) == (dtype != torch.float32)
 
