@@ -10,7 +10,7 @@ enum class Form : int32_t { kInt8, kInt4, kFloat8, kOfT };
 
 // On CUDA: how tiles of rows meet panels of outputs (panels.cu).
 struct Panels {
-  int32_t row_fragments, output_fragments;  // a tile has 16 rows each, a panel 64 outputs each
+  int32_t row_fragments, warps;  // a tile has 8 rows each, a panel 16 outputs each
   int32_t row_tiles, panels;
   int32_t split, groups;  // parts of the columns, and how many groups of them a part has
   int64_t partial;        // bytes of scratch for the parts' sums

@@ -56,6 +56,11 @@ __device__ __forceinline__ uint4 load_16_bytes(uint32_t from) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
   return x;
 }
+__device__ __forceinline__ uint32_t load_4_bytes(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
 __device__ __forceinline__ uint16_t load_2_bytes(uint32_t from) {
   uint16_t x;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");

@@ -111,6 +111,7 @@ inline void ptx_ld_shared_v4_b32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t
   std::memcpy(x, from_shared(from, 16), 16);
   a = x[0], b = x[1], c = x[2], d = x[3];
 }
+inline void ptx_ld_shared_b32(uint32_t& x, uint32_t from) { std::memcpy(&x, from_shared(from, 4), 4); }
 inline void ptx_ld_shared_b16(uint16_t& x, uint32_t from) { std::memcpy(&x, from_shared(from, 2), 2); }
 
 // Lane 8 i + n brings the address of row n of matrix i; it gets two neighbours of row lane / 4, or of column lane / 4.
