@@ -35,25 +35,29 @@ __device__ __forceinline__ uint32_t multiply_add(__nv_bfloat16, uint32_t a, uint
 // Two int4 of byte i of a word as a pair of T, exactly, divided by kRange: as the lowest bits of the mantissa of a power of two,
 // which is subtracted. In halves a scale is multiplied by kRange, so that it is about the largest weight of its block, and does not
 // lose bits where that one does not.
+// `bits` and `unit` come with the launch: constants that the compiler knew it would move to registers for each use.
 template <class T>
 struct Nibbles;
 template <>
 struct Nibbles<__half> {
   static constexpr float kRange = 8.0f;
-  static __device__ __forceinline__ uint32_t pair(uint32_t word, int i) {
-    // 1024 + x, and 1024 + 16 x.
-    const uint32_t bits = __byte_perm(word, 0x64646464u, 0x4040u + 0x0101u * i) & 0xfff0ff0fu;
-    return multiply_add(__half{}, bits, tile::pack_pair(__half{}, 1.0f / 8, 1.0f / 128),
-                        tile::pack_pair(__half{}, -129.0f, -9.0f));
+  static constexpr uint32_t kBits = 0x64646464, kUnit = 0x20003000;  // 1/8 and 1/128
+  uint32_t bits, unit;
+
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    const uint32_t sums = __byte_perm(word, bits, 0x4040u + 0x0101u * i) & 0xfff0ff0fu;  // 1024 + x, and 1024 + 16 x
+    return multiply_add(__half{}, sums, unit, tile::pack_pair(__half{}, -129.0f, -9.0f));
   }
 };
 template <>
 struct Nibbles<__nv_bfloat16> {
   static constexpr float kRange = 1.0f;
-  static __device__ __forceinline__ uint32_t pair(uint32_t word, int i) {
-    const uint32_t bits = (__byte_perm(word, word >> 4, 0x4400u + 0x1111u * i) & 0x000f000fu) | 0x43004300u;  // 128 + x
-    return multiply_add(__nv_bfloat16{}, bits, tile::pack_pair(__nv_bfloat16{}, 1.0f, 1.0f),
-                        tile::pack_pair(__nv_bfloat16{}, -136.0f, -136.0f));
+  static constexpr uint32_t kBits = 0x43004300, kUnit = 0x3f803f80;
+  uint32_t bits, unit;
+
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    const uint32_t sums = (__byte_perm(word, word >> 4, 0x4400u + 0x1111u * i) & 0x000f000fu) | bits;  // 128 + x
+    return multiply_add(__nv_bfloat16{}, sums, unit, tile::pack_pair(__nv_bfloat16{}, -136.0f, -136.0f));
   }
 };
 
@@ -70,10 +74,10 @@ struct Decoder {
     shift = kInt4 ? tile::pack_pair(T{}, of_shift, of_shift) : __float_as_uint(of_shift);
   }
   // Columns 8 i .. 8 i + 7.
-  __device__ __forceinline__ void eight(int i, uint32_t (&pairs)[4]) const {
+  __device__ __forceinline__ void eight(const Nibbles<T>& nibbles, int i, uint32_t (&pairs)[4]) const {
     if constexpr (kInt4) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = multiply_add(T{}, Nibbles<T>::pair(words[i], j), scale, shift);
+      for (int j = 0; j < 4; ++j) pairs[j] = multiply_add(T{}, nibbles.pair(words[i], j), scale, shift);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -133,8 +137,9 @@ __device__ __forceinline__ void write_sums(const Args& args, int64_t row, int64_
 
 // What is the same for all CTAs of a launch.
 struct Launch {
-  uint32_t inverse;  // 2^32 over the lanes that share a block, rounded up; 0 where a lane has its own
-  bool paired;       // two outputs next to each other may be written together
+  uint32_t inverse;     // 2^32 over the lanes that share a block, rounded up; 0 where a lane has its own
+  bool paired;          // two outputs next to each other may be written together
+  uint32_t bits, unit;  // of Nibbles
 };
 
 // Where chunk c of 16 bytes of a row stands among the 16 of its group: of a row and the next one, those that four lanes read
@@ -218,6 +223,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
     }
   };
 
+  const Nibbles<T> nibbles = {launch.bits, launch.unit};
   float sums[kRowTiles][4] = {};
   const auto multiply = [&](int group, uint32_t place) {
     Decoder<T, kInt4> decoders[kLines];
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
     for (int i = 0; i < kLane / 8; ++i) {
       uint32_t w[kLines][4];
 #pragma unroll
-      for (int n = 0; n < kLines; ++n) decoders[n].eight(i, w[n]);
+      for (int n = 0; n < kLines; ++n) decoders[n].eight(nibbles, i, w[n]);
       const uint32_t a[2][4] = {{w[0][0], w[1][0], w[0][1], w[1][1]}, {w[0][2], w[1][2], w[0][3], w[1][3]}};
       const uint32_t from = held + place + line * 256 + place_of(line, 4 * quarter + i) * 16;
 #pragma unroll
@@ -363,7 +369,7 @@ cudaError_t launch_one(const Chosen& chosen, int64_t ctas, bool early, const Arg
 template <class T>
 int launch_type(const Args& args, bool follows, cudaStream_t stream) {
   const Panels& panels = args.panels;
-  Launch launch = {0, args.outputs % 2 == 0 && aligned(args.output, 4)};
+  Launch launch = {0, args.outputs % 2 == 0 && aligned(args.output, 4), Nibbles<T>::kBits, Nibbles<T>::kUnit};
   if (const int64_t lanes = args.block / kLane; lanes > 1)
     launch.inverse = static_cast<unsigned>(ceil_div(int64_t{1} << 32, lanes));
   bool early = false;
