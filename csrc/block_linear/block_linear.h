@@ -52,7 +52,7 @@ Way way_of(const Args& args);
 int launch(const Args& args, void* stream);
 
 bool takes_panels(const Args& args);
-Panels plan_panels(const Args& args, int sms);
+Panels plan_panels(const Args& args, int sms, int64_t forced_split);  // forced_split: 0, or as many parts
 // follows: the launch before it on the stream lets it begin early.
 int launch_panels(const Args& args, bool follows, void* stream);
 

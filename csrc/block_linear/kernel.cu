@@ -45,21 +45,21 @@ LEANFLEET_HD int lanes_of(int64_t block) {
 }
 
 // The step of a block, in all of its lanes: NaN where a number is not finite, 0 where all are next to 0. The whole warp calls it.
-template <class T>
-__device__ __forceinline__ float step_of(const T* from, int64_t block, int lanes) {
-  uint32_t most = 0;  // as integers the bits of magnitudes have their order, and those that are not finite are the largest
-#pragma unroll 4
-  for (int64_t k = threadIdx.x & (lanes - 1); k < block; k += lanes) {
-    const uint32_t magnitude = __float_as_uint(to_float(from[k])) & 0x7fffffffu;
-    most = magnitude > most ? magnitude : most;
-  }
-  for (int other = lanes / 2; other > 0; other /= 2) {
-    const uint32_t magnitude = __shfl_xor_sync(kFullWarp, most, other);
-    most = magnitude > most ? magnitude : most;
-  }
+// As integers the bits of magnitudes have their order, and those that are not finite are the largest.
+__device__ __forceinline__ uint32_t larger(uint32_t x, uint32_t y) { return x > y ? x : y; }
+__device__ __forceinline__ float step_of_largest(uint32_t most, int lanes) {
+  for (int other = lanes / 2; other > 0; other /= 2) most = larger(most, __shfl_xor_sync(kFullWarp, most, other));
   if (most >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
   const float largest = __uint_as_float(most);
   return largest < kLeastMagnitude ? 0.0f : __fdiv_rn(largest, kLargestInteger);
+}
+template <class T>
+__device__ __forceinline__ float step_of(const T* from, int64_t block, int lanes) {
+  uint32_t most = 0;
+#pragma unroll 4
+  for (int64_t k = threadIdx.x & (lanes - 1); k < block; k += lanes)
+    most = larger(most, __float_as_uint(to_float(from[k])) & 0x7fffffffu);
+  return step_of_largest(most, lanes);
 }
 // q of a number of a block with a step: 0 where it is 0 or NaN.
 __device__ __forceinline__ float integer_of(float x, float step) { return step > 0.0f ? rintf(__fdiv_rn(x, step)) : 0.0f; }
@@ -100,6 +100,7 @@ struct RowsPlan {
   int stage;         // columns of the input that are held at once: whole pieces
   int pitch;         // a multiple of 8
   unsigned inverse;  // 2^32 over the pieces of a block, rounded up; 0 where that is one piece
+  bool fours;        // takes_fours()
 };
 
 // Where chunk c of a row stands: lanes that read every second, fourth or eighth chunk come to all banks.
@@ -122,6 +123,60 @@ __device__ __forceinline__ void for_rounded(const Args& args, int64_t row, int r
       }
     });
   });
+}
+
+// Whether four columns may be read at once, and with round_input a block is rounded by lanes that have four columns each.
+bool takes_fours(const Args& args) {
+  if (args.width % 4 != 0 || !aligned(args.input, args.dtype == 0 ? 16 : 8)) return false;
+  return !args.round_input || (args.block % 4 == 0 && args.block / 4 == lanes_of(args.block));
+}
+__device__ __forceinline__ uint4 load_four(const Args& args, int64_t i) {
+  if (args.dtype == 0) return __ldg(static_cast<const uint4*>(args.input) + i / 4);
+  const uint2 pairs = __ldg(static_cast<const uint2*>(args.input) + i / 4);
+  return make_uint4(pairs.x, pairs.y, 0, 0);
+}
+__device__ __forceinline__ float4 floats_of(const uint4& bits, int32_t dtype) {
+  const float2 first = tile::unpack_pair(__half{}, bits.x), second = tile::unpack_pair(__half{}, bits.y);
+  if (dtype == 1) return make_float4(first.x, first.y, second.x, second.y);
+  if (dtype == 0)
+    return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
+  return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
+                     __uint_as_float(bits.y & 0xffff0000u));
+}
+
+// body(r, column - begin, four columns, whether they are there) for rows row + r of the input, by the whole CTA. Whole warps call it.
+// Several fours of a thread are on their way at a time: most calls wait once.
+template <class F>
+__device__ __forceinline__ void for_fours(const Args& args, int64_t row, int rows, int begin, int columns, F&& body) {
+  constexpr int kOnTheirWay = 4;
+  const int of_row = columns / 4, count = rows * of_row;
+#pragma unroll 1
+  for (int first = threadIdx.x; first - static_cast<int>(threadIdx.x) < count; first += kOnTheirWay * kThreads) {
+    uint4 bits[kOnTheirWay];
+#pragma unroll
+    for (int turn = 0; turn < kOnTheirWay; ++turn) {
+      const int wanted = first + turn * kThreads, i = wanted < count ? wanted : count - 1;
+      bits[turn] = load_four(args, (row + i / of_row) * args.width + begin + i % of_row * 4);
+    }
+#pragma unroll
+    for (int turn = 0; turn < kOnTheirWay; ++turn) {
+      const int i = first + turn * kThreads;
+      if (i - static_cast<int>(threadIdx.x) < count)
+        body(i / of_row, i % of_row * 4, floats_of(bits[turn], args.dtype), i < count);
+    }
+  }
+}
+
+// A block's step and the integers of a lane's four columns.
+__device__ __forceinline__ float round_four(const float4& x, int lanes, float (&q)[4]) {
+  const float from[4] = {x.x, x.y, x.z, x.w};
+  uint32_t most = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) most = larger(most, __float_as_uint(from[j]) & 0x7fffffffu);
+  const float step = step_of_largest(most, lanes);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) q[j] = integer_of(from[j], step);
+  return step;
 }
 
 // Columns begin .. begin + columns of `rows` rows of the input from `row` on, and zeros for those behind up to `together`, as
@@ -169,6 +224,70 @@ __device__ __noinline__ void hold_integers(const Args& args, int64_t row, int ro
     }
     factors[i].y = static_cast<float>(sum);
   }
+}
+
+// The same by fours, with weights on their way: nothing is called, for which they would have to be there.
+__device__ __forceinline__ void hold_float_fours(const Args& args, int64_t row, int rows, int together, int begin, int columns,
+                                                 int pitch, float4* held) {
+  const int lanes = static_cast<int>(args.block) / 4;
+  for (int i = rows * pitch + threadIdx.x; i < together * pitch; i += kThreads) held[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for_fours(args, row, rows, begin, columns, [&](int r, int column, float4 x, bool own) {
+    if (args.round_input) {
+      float q[4];
+      const float step = round_four(x, lanes, q);
+      x = make_float4(step * q[0], step * q[1], step * q[2], step * q[3]);
+    }
+    if (own) held[r * pitch + place_of(column / 4)] = x;
+  });
+}
+template <int kColumns>
+__device__ __forceinline__ void hold_integer_fours(const Args& args, int64_t row, int rows, int together, int begin,
+                                                   int columns, int pitch, uint4* held) {
+  const int pieces = columns / kColumns, lanes = static_cast<int>(args.block) / 4;
+  auto* const factors = reinterpret_cast<float2*>(held + together * pitch);
+  for (int i = rows * pitch + threadIdx.x; i < together * pitch; i += kThreads) held[i] = make_uint4(0, 0, 0, 0);
+  for (int i = rows * pieces + threadIdx.x; i < together * pieces; i += kThreads) factors[i] = make_float2(0.0f, 0.0f);
+  for_fours(args, row, rows, begin, columns, [&](int r, int column, const float4& x, bool own) {
+    float q[4];
+    const float step = round_four(x, lanes, q);
+    int sum = 0;
+    uint32_t four = 0;  // of int4 the even columns first
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int integer = static_cast<int>(q[j]), place = kColumns == 32 ? j % 2 * 2 + j / 2 : j;
+      four |= (static_cast<uint32_t>(integer) & 0xffu) << 8 * place;
+      sum += integer;
+    }
+#pragma unroll
+    for (int other = 1; other < kColumns / 4; other *= 2) sum += __shfl_xor_sync(kFullWarp, sum, other);
+    if (!own) return;
+    char* const chunk = reinterpret_cast<char*>(held + r * pitch + place_of(column / 16));
+    if constexpr (kColumns == 32) {
+      auto* const to = reinterpret_cast<uint16_t*>(chunk + (column & 8) + (column & 4) / 2);
+      to[0] = static_cast<uint16_t>(four), to[2] = static_cast<uint16_t>(four >> 16);
+    } else {
+      *reinterpret_cast<uint32_t*>(chunk + (column & 15)) = four;
+    }
+    if (column % kColumns == 0) factors[r * pieces + column / kColumns] = make_float2(step, static_cast<float>(sum));
+  });
+}
+
+// RoundKernel where takes_fours() is true: a thread has four columns.
+__global__ void __launch_bounds__(kThreads) RoundFoursKernel(const __grid_constant__ Args args) {
+  let_next_kernel_begin();
+  const int64_t wanted = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, count = args.rows * args.width / 4;
+  const int64_t four = wanted < count ? wanted : count - 1;
+  float q[4];
+  const float step = round_four(floats_of(load_four(args, 4 * four), args.dtype), static_cast<int>(args.block) / 4, q);
+  if (wanted >= count) return;
+  for_type(args.dtype, [&](auto type) {
+    auto* const to = static_cast<decltype(type)*>(args.rounded_input) + 4 * four;
+    if constexpr (sizeof(type) == 4)
+      *reinterpret_cast<float4*>(to) = make_float4(step * q[0], step * q[1], step * q[2], step * q[3]);
+    else
+      *reinterpret_cast<uint2*>(to) =
+          make_uint2(tile::pack_pair(type, step * q[0], step * q[1]), tile::pack_pair(type, step * q[2], step * q[3]));
+  });
 }
 
 // A lane's piece of one row of weights, with the bits of its block's scale and shift.
@@ -222,14 +341,21 @@ __global__ void __launch_bounds__(kThreads, 2) BlockRowsKernel(const __grid_cons
       };
       int p = part * 32 + lane;
       Ahead ahead[kOutputs];
-      if (p < pieces) load(p, ahead);
+      const bool early = holds || plan.fours;
+      if (early && p < pieces) load(p, ahead);
       if (!holds) {
         __syncthreads();  // for those who still read the columns before
-        if constexpr (in_integers(kPiece)) hold_integers<kColumns>(args, row, rows, kRows, begin, columns, plan.pitch, held);
-        else hold_floats(args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float*>(held));
+        if constexpr (in_integers(kPiece)) {
+          if (plan.fours) hold_integer_fours<kColumns>(args, row, rows, kRows, begin, columns, plan.pitch, held);
+          else hold_integers<kColumns>(args, row, rows, kRows, begin, columns, plan.pitch, held);
+        } else {
+          if (plan.fours) hold_float_fours(args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float4*>(held));
+          else hold_floats(args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float*>(held));
+        }
         __syncthreads();
         holds = columns == width;
       }
+      if (!early && p < pieces) load(p, ahead);
       while (p < pieces) {
         Ahead now[kOutputs];
 #pragma unroll
@@ -332,18 +458,22 @@ constexpr int kTile = 64;          // rows, outputs, and in 16-bit types columns
 constexpr int kTileThreads = 128;  // in 16-bit types: four warps with a quarter of the tile each
 constexpr int kFloatColumns = 32, kFloatPitch = kTile + 4;
 
-template <class T>
+// An axis is shorter than 2^31: a division of 64 bits would be a hundred instructions.
+__device__ __forceinline__ uint32_t block_of(const Args& args, int64_t column) {
+  return static_cast<uint32_t>(column) / static_cast<uint32_t>(args.block);
+}
+template <class T, Form kForm>
 __device__ __forceinline__ float weight_at(const Args& args, int64_t output, int64_t column) {
   const int64_t at = output * args.width + column;
-  if (args.form == Form::kOfT) return to_float(static_cast<const T*>(args.weight)[at]);
+  if constexpr (kForm == Form::kOfT) return to_float(static_cast<const T*>(args.weight)[at]);
   const auto* const bytes = static_cast<const uint8_t*>(args.weight);
-  if (args.form == Form::kInt4)
+  if constexpr (kForm == Form::kInt4)
     return lean_attention::number_at(lean_attention::kInt4, bytes + at / 2, static_cast<int>(at % 2));
-  return lean_attention::number_at(args.form == Form::kInt8 ? lean_attention::kInt8 : lean_attention::kFloat8, bytes + at, 0);
+  return lean_attention::number_at(kForm == Form::kInt8 ? lean_attention::kInt8 : lean_attention::kFloat8, bytes + at, 0);
 }
 
 // Eight columns of a row of weights, and the bits of their scale and shift where they have the same.
-template <class T>
+template <class T, Form kForm>
 struct Eight {
   uint32_t words[2 * sizeof(T)];
   uint32_t scale, shift;
@@ -354,9 +484,9 @@ struct Eight {
     if (plan.wide_weights) {
       const int64_t at = output * args.width + column;
       const auto* const bytes = static_cast<const char*>(args.weight);
-      if (args.form == Form::kInt4) {
+      if constexpr (kForm == Form::kInt4) {
         words[0] = __ldg(reinterpret_cast<const uint32_t*>(bytes + at / 2));
-      } else if (args.form == Form::kOfT) {
+      } else if constexpr (kForm == Form::kOfT) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) {
           const uint4 x = __ldg(reinterpret_cast<const uint4*>(bytes + at * static_cast<int64_t>(sizeof(T))) + i);
@@ -368,7 +498,7 @@ struct Eight {
       }
     }
     if (plan.whole_blocks) {
-      const int64_t block = output * args.blocks + column / args.block;
+      const int64_t block = output * args.blocks + block_of(args, column);
       scale = bits_at(args.scale, args.scale_dtype, block);
       shift = bits_at(args.shift, args.shift_dtype, block);
     }
@@ -381,24 +511,22 @@ struct Eight {
     for (int i = 0; i < 8; ++i) w[i] = 0.0f;
     if (output >= args.outputs || column >= args.width) return;
     if (plan.wide_weights) {
-      const auto decode = [&](auto piece) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float four[4];
-          four_columns<decltype(piece)::value>(words, i, std::is_same_v<T, __nv_bfloat16>, four);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) w[4 * i + j] = four[j];
-        }
-      };
       constexpr Piece kOfT = sizeof(T) == 4 ? Piece::kFloats : Piece::kPairs;
-      if (args.form == Form::kInt8) decode(std::integral_constant<Piece, Piece::kInt8>{});
-      else if (args.form == Form::kInt4) decode(std::integral_constant<Piece, Piece::kInt4>{});
-      else if (args.form == Form::kFloat8) decode(std::integral_constant<Piece, Piece::kFloat8>{});
-      else decode(std::integral_constant<Piece, kOfT>{});
+      constexpr Piece kPiece = kForm == Form::kInt8     ? Piece::kInt8
+                               : kForm == Form::kInt4   ? Piece::kInt4
+                               : kForm == Form::kFloat8 ? Piece::kFloat8
+                                                        : kOfT;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float four[4];
+        four_columns<kPiece>(words, i, std::is_same_v<T, __nv_bfloat16>, four);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[4 * i + j] = four[j];
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (column + i < args.width) w[i] = weight_at<T>(args, output, column + i);
+        if (column + i < args.width) w[i] = weight_at<T, kForm>(args, output, column + i);
     }
     if (plan.whole_blocks) {
       const float factor = float_of(scale, args.scale_dtype), added = float_of(shift, args.shift_dtype);
@@ -406,11 +534,17 @@ struct Eight {
       for (int i = 0; i < 8; ++i)
         if (column + i < args.width) w[i] = fmaf(factor, w[i], added);
     } else {
+      const uint32_t first = block_of(args, column);
+      int64_t block = output * args.blocks + first, left = (int64_t{first} + 1) * args.block - column;
+#pragma unroll 1
+      for (int i = 0; i < 8 && column + i < args.width; ++i) {
+        if (left == 0) ++block, left = args.block;
+        --left;
+        const float factor = float_at(args.scale, args.scale_dtype, block),
+                    added = float_at(args.shift, args.shift_dtype, block);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (column + i >= args.width) break;
-        const int64_t block = output * args.blocks + (column + i) / args.block;
-        w[i] = fmaf(float_at(args.scale, args.scale_dtype, block), w[i], float_at(args.shift, args.shift_dtype, block));
+        for (int j = 0; j < 8; ++j)  // an index that the compiler does not know would put them into memory
+          if (j == i) w[j] = fmaf(factor, w[j], added);
       }
     }
   }
@@ -418,7 +552,7 @@ struct Eight {
 
 // A CTA has kTile rows by kTile outputs, a warp 32 by 32 of them. Both factors stand in shared memory as lines of kTile columns in
 // the order of chunk_offset(), two tiles of each: one is filled while the other is multiplied.
-template <class T>
+template <class T, Form kForm>
 __global__ void __launch_bounds__(kTileThreads)
     BlockTilesKernel(const __grid_constant__ Args args, const __grid_constant__ TilePlan plan) {
   constexpr int kTileBytes = kTile * kTile * 2, kTurns = kTile * kTile / 8 / kTileThreads;
@@ -449,7 +583,7 @@ __global__ void __launch_bounds__(kTileThreads)
     }
     tile::cp_async_commit();
   };
-  Eight<T> ahead[kTurns];
+  Eight<T, kForm> ahead[kTurns];
   const auto load_weights = [&](int64_t begin) {
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) ahead[turn].load(args, plan, output + line_of(turn), begin + 8 * chunk);
@@ -526,6 +660,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // The same in float32: a thread has 4 rows by 4 outputs. Both factors stand in shared memory as [column][row or output].
+template <Form kForm>
 __global__ void __launch_bounds__(kThreads)
     BlockFloatTilesKernel(const __grid_constant__ Args args, const __grid_constant__ TilePlan plan) {
   static_assert(kThreads == kTile * kFloatColumns / 8);
@@ -535,7 +670,7 @@ __global__ void __launch_bounds__(kThreads)
   const int line = threadIdx.x % kTile, chunk = threadIdx.x / kTile;  // the eight columns that a thread brings
   const int own_row = threadIdx.x / 16 * 4, own_output = threadIdx.x % 16 * 4;
 
-  Eight<float> ahead;
+  Eight<float, kForm> ahead;
   float x[8];
   const auto load = [&](int64_t begin) {
     const int64_t column = begin + 8 * chunk;
@@ -638,6 +773,7 @@ int launch_rows(const Args& args, cudaStream_t stream) {
   }
   plan.stage = static_cast<int>(stage);
   plan.pitch = static_cast<int>(round_up(ceil_div(stage, int64_t{kChunk}), int64_t{8}));
+  plan.fours = takes_fours(args);
   const int64_t pieces_of_block = args.block / kColumns;
   plan.inverse = pieces_of_block == 1 ? 0 : static_cast<unsigned>(ceil_div(int64_t{1} << 32, pieces_of_block));
   plan.row_groups = static_cast<int>(ceil_div(args.rows, int64_t{kRows}));
@@ -671,24 +807,39 @@ int launch_few_rows(const Args& args, cudaStream_t stream) {
 }
 
 int launch_rounding(const Args& args, cudaStream_t stream) {
+  if (const int64_t fours = ceil_div(args.rows * args.width, int64_t{4} * kThreads);
+      takes_fours(args) && fours <= kMostBlocks) {
+    RoundFoursKernel<<<static_cast<unsigned>(fours), kThreads, 0, stream>>>(args);
+    return cudaGetLastError();
+  }
   const int64_t blocks = ceil_div(args.rows * args.blocks * lanes_of(args.block), int64_t{kThreads});
   RoundKernel<<<static_cast<unsigned>(std::min(blocks, kMostBlocks)), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
-template <class T>
+template <class T, Form kForm>
 int launch_tiles(const Args& args, cudaStream_t stream) {
-  const int64_t eight = args.form == Form::kInt4 ? 4 : args.form == Form::kOfT ? 16 : 8;  // what eight weights are read by
+  constexpr int64_t kEight = kForm == Form::kInt4 ? 4 : kForm == Form::kOfT ? 16 : 8;  // what eight weights are read by
   TilePlan plan = {};
   plan.row_tiles = ceil_div(args.rows, int64_t{kTile});
   plan.wide_input = args.width % 8 == 0 && aligned(args.input, 16);
-  plan.wide_weights = args.width % 8 == 0 && aligned(args.weight, eight);
+  plan.wide_weights = args.width % 8 == 0 && aligned(args.weight, kEight);
   plan.whole_blocks = args.block % 8 == 0;
   plan.paired = args.outputs % 2 == 0 && aligned(args.output, 4);
   const auto tiles = static_cast<unsigned>(plan.row_tiles * ceil_div(args.outputs, int64_t{kTile}));
-  if constexpr (std::is_same_v<T, float>) BlockFloatTilesKernel<<<tiles, kThreads, 0, stream>>>(args, plan);
-  else BlockTilesKernel<T><<<tiles, kTileThreads, 0, stream>>>(args, plan);
+  if constexpr (std::is_same_v<T, float>) BlockFloatTilesKernel<kForm><<<tiles, kThreads, 0, stream>>>(args, plan);
+  else BlockTilesKernel<T, kForm><<<tiles, kTileThreads, 0, stream>>>(args, plan);
   return cudaGetLastError();
+}
+
+template <class T>
+int launch_tiles(const Args& args, cudaStream_t stream) {
+  switch (args.form) {
+    case Form::kInt8: return launch_tiles<T, Form::kInt8>(args, stream);
+    case Form::kInt4: return launch_tiles<T, Form::kInt4>(args, stream);
+    case Form::kFloat8: return launch_tiles<T, Form::kFloat8>(args, stream);
+    default: return launch_tiles<T, Form::kOfT>(args, stream);
+  }
 }
 
 }  // namespace

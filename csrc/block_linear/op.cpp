@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdlib>
 
 #include "block_linear/block_linear.h"
 #include "core/cpu_isa.h"
@@ -117,7 +118,10 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   Args args = make_args(call);
   args.rounded_input =
       ws.scratch<char>(args.round_input ? args.rows * args.width * element_size(call.inputs[kInput].dtype) : 0);
-  if (way_of(args) == Way::kPanels) args.panels = plan_panels(args, target.sm_count);
+  if (way_of(args) == Way::kPanels) {
+    const char* const split = std::getenv("LEANFLEET_BLOCK_SPLIT");  // of tests and measurements
+    args.panels = plan_panels(args, target.sm_count, split != nullptr ? std::clamp(std::atoi(split), 0, 1 << 16) : 0);
+  }
   args.partial = ws.scratch<char>(args.panels.partial);
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the BlockLinear kernels", launch(args, target.stream));

@@ -392,7 +392,7 @@ bool takes_panels(const Args& args) {
   return args.width < int64_t{1} << 24 && args.width / kLane * (args.block / kLane) < int64_t{1} << 32;  // as `inverse` needs
 }
 
-Panels plan_panels(const Args& args, int sms) {
+Panels plan_panels(const Args& args, int sms, int64_t forced_split) {
   constexpr int kCtasOfSm = 2;
   Panels panels = {};
   panels.row_fragments = args.rows <= 16 ? 2 : args.rows <= 32 ? 4 : 8;
@@ -402,7 +402,8 @@ Panels plan_panels(const Args& args, int sms) {
   const int64_t tiles = static_cast<int64_t>(panels.row_tiles) * panels.panels, groups = ceil_div(args.width, int64_t{kGroup});
   // A part has enough columns to be worth its sums, which are written and read.
   const int64_t least = panels.row_fragments == 8 ? 4 : 2, most = std::max<int64_t>(groups / least, 1);
-  const int64_t split = clamp(int64_t{kCtasOfSm} * 8 / panels.warps * sms / tiles, int64_t{1}, most);
+  const int64_t chosen = clamp(int64_t{kCtasOfSm} * 8 / panels.warps * sms / tiles, int64_t{1}, most);
+  const int64_t split = forced_split > 0 ? std::min(forced_split, groups) : chosen;
   panels.groups = static_cast<int32_t>(ceil_div(groups, split));
   panels.split = static_cast<int32_t>(ceil_div(groups, int64_t{panels.groups}));
   const int64_t of_part = int64_t{8} * panels.row_fragments * kOutputs * panels.warps * static_cast<int64_t>(sizeof(float));
