@@ -1,7 +1,7 @@
 // Few rows of the input, and weights whose blocks are whole pieces of 16 bytes: warps read the weights once, a lane a piece of
-// each of kOutputs rows of them, beside the input in shared memory, as floats or, where integers are multiplied, as bytes. All
-// else: tiles of the output, on tensor cores in 16-bit types, for which weights times their scales plus shifts, and a rounded
-// input, become T.
+// each of kOutputs rows of them, beside the input in shared memory, as floats or, where integers are multiplied, as bytes. More
+// rows go through panels (panels.cu), and what those do not take through tiles of the output, on tensor cores in 16-bit types,
+// for which weights times their scales plus shifts, and a rounded input, become T.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

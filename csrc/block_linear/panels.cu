@@ -16,9 +16,10 @@ namespace {
 
 constexpr int kOutputs = 16;  // of a warp: in two lines of weights a lane
 constexpr int kLines = kOutputs / 8;
-constexpr int kLane = 32;              // columns of a line of weights that a lane reads together, of one block
-constexpr int kGroup = 4 * kLane;      // the columns that a warp reads together: four lanes have a line
-constexpr int kMostShared = 96 << 10;  // of which any GPU has as much
+constexpr int kLane = 32;                   // columns of a line of weights that a lane reads together, of one block
+constexpr int kGroup = 4 * kLane;           // the columns that a warp reads together: four lanes have a line
+constexpr int kMostShared = 96 << 10;       // which any GPU has
+constexpr int kMostTallShared = 112 << 10;  // of tiles of 128 rows
 
 // a b + c of pairs.
 __device__ __forceinline__ uint32_t multiply_add(__half, uint32_t a, uint32_t b, uint32_t c) {
@@ -153,12 +154,12 @@ struct Stage {
   static constexpr int kRows = 8 * kRowTiles, kPieces = kInt4 ? 1 : 2;  // a lane's of a line
   static constexpr int kFactors = 32 * 16 * kPieces, kLineBytes = kFactors + 2 * 32 * 4;
   static constexpr int kWeights = kRows * 256, kBytes = kWeights + kWarps * kLines * kLineBytes;
-  static constexpr int kRing = kMostShared / kBytes < 6 ? kMostShared / kBytes : 6;
+  static constexpr int kMost = (kRowTiles == 16 ? kMostTallShared : kMostShared) / kBytes, kRing = kMost < 6 ? kMost : 6;
   static_assert(kRing >= 2);
 };
 
 template <class T, bool kInt4, int kRowTiles, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
+__global__ void __launch_bounds__(32 * kWarps, kRowTiles == 16 ? 1 : 16 / kWarps)
     BlockPanelsKernel(const __grid_constant__ Args args, const __grid_constant__ Launch launch) {
   using S = Stage<kInt4, kRowTiles, kWarps>;
   extern __shared__ __align__(128) unsigned char stages[];
@@ -345,6 +346,7 @@ Chosen choose(const Panels& panels) {
   switch (panels.row_fragments) {
     case 2: return panels.warps == 4 ? chosen<T, kInt4, 2, 4>() : chosen<T, kInt4, 2, 8>();
     case 4: return chosen<T, kInt4, 4, 8>();
+    case 16: return chosen<T, kInt4, 16, 8>();
     default: return chosen<T, kInt4, 8, 8>();
   }
 }
@@ -392,17 +394,37 @@ bool takes_panels(const Args& args) {
   return args.width < int64_t{1} << 24 && args.width / kLane * (args.block / kLane) < int64_t{1} << 32;  // as `inverse` needs
 }
 
+namespace {
+
+bool allows_tall_tiles() {
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return error == cudaSuccess && most >= kMostTallShared;  // an error is what the launch comes to too
+}
+
+// Tiles of 128 rows where they keep the GPU busy for a while, and few of their rows are none.
+int32_t row_fragments_of(const Args& args, int sms) {
+  if (args.rows <= 32) return args.rows <= 16 ? 2 : 4;
+  const int64_t tall = ceil_div(args.rows, int64_t{128}), panels = ceil_div(args.outputs, int64_t{8} * kOutputs);
+  const bool busy = tall * panels >= int64_t{2} * sms, full = tall * 128 - round_up(args.rows, int64_t{64}) <= args.rows / 8;
+  return busy && full && allows_tall_tiles() ? 16 : 8;
+}
+
+}  // namespace
+
 Panels plan_panels(const Args& args, int sms, int64_t forced_split) {
   constexpr int kCtasOfSm = 2;
+  constexpr int64_t kLeast = 2;  // groups of a part, to be worth its sums, which are written and read
   Panels panels = {};
-  panels.row_fragments = args.rows <= 16 ? 2 : args.rows <= 32 ? 4 : 8;
+  panels.row_fragments = row_fragments_of(args, sms);
   panels.warps = panels.row_fragments == 2 && args.outputs < int64_t{kCtasOfSm} * 8 * kOutputs * sms ? 4 : 8;
   panels.row_tiles = static_cast<int32_t>(ceil_div(args.rows, int64_t{8} * panels.row_fragments));
   panels.panels = static_cast<int32_t>(ceil_div(args.outputs, int64_t{kOutputs} * panels.warps));
   const int64_t tiles = static_cast<int64_t>(panels.row_tiles) * panels.panels, groups = ceil_div(args.width, int64_t{kGroup});
-  // A part has enough columns to be worth its sums, which are written and read.
-  const int64_t least = panels.row_fragments == 8 ? 4 : 2, most = std::max<int64_t>(groups / least, 1);
-  const int64_t chosen = clamp(int64_t{kCtasOfSm} * 8 / panels.warps * sms / tiles, int64_t{1}, most);
+  const int64_t places = int64_t{kCtasOfSm} * 8 / panels.warps * sms;
+  const bool busy = 4 * tiles >= 3 * sms && panels.row_fragments >= 8;  // sums of large tiles cost more than GPUs half full
+  const int64_t chosen = busy ? 1 : clamp(places / tiles, int64_t{1}, std::max<int64_t>(groups / kLeast, 1));
   const int64_t split = forced_split > 0 ? std::min(forced_split, groups) : chosen;
   panels.groups = static_cast<int32_t>(ceil_div(groups, split));
   panels.split = static_cast<int32_t>(ceil_div(groups, int64_t{panels.groups}));

@@ -107,8 +107,8 @@ PANELS = (
     (1, 64, 384, 3, 20),
     (1, 65, 1184, 37, 129),
 )
-# CTAs that go through more columns than are held and on their way at once, panels of 128 outputs of few rows.
-LONG_PANELS = ((1, 12, 3104, 97, 258), (1, 20, 2080, 65, 257), (1, 70, 1312, 41, 130))
+# CTAs that go through more columns than are held and on their way at once, panels of 128 outputs of few rows, tiles of 128 rows.
+LONG_PANELS = ((1, 12, 3104, 97, 258), (1, 20, 2080, 65, 257), (1, 70, 1312, 41, 130), (1, 121, 416, 13, 257))
 # Tiles: blocks that are pieces and others, whole chunks of eight columns and none, ends of rows and of outputs.
 TILES = ((1, 3, 28, 4, 3), (1, 9, 64, 2, 66), (1, 70, 48, 3, 5), (1, 12, 42, 3, 19), (1, 10, 136, 1, 4), (1, 1, 16, 1, 1))
 

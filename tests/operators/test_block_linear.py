@@ -53,6 +53,21 @@ def test_cuda(form, dtype):
     assert_right(run_kernel(NAME, given, {})["output"].cpu(), odd, {}, torch.finfo(dtype).eps * (dtype != torch.float32))
 
 
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("form", FORMS[:2], ids=str)
+def test_cuda_panels(form, dtype, monkeypatch):
+    """Tiles of 16 to 128 rows, with as many parts of the columns as are chosen, one, and several; the bits are the same each time."""
+    for seed, sizes in enumerate(((1, 9, 5120, 160, 301), (1, 20, 6432, 201, 320), (1, 85, 1600, 25, 289), (1, 500, 256, 8, 8500))):
+        for inputs, attrs in calls(sizes, dtype, form, seed):
+            given = {name: x.cuda() for name, x in inputs.items()}
+            for split in ("0", "1", "7"):
+                monkeypatch.setenv("LEANFLEET_BLOCK_SPLIT", split)
+                found = run_kernel(NAME, given, attrs)["output"]
+                assert torch.equal(found, run_kernel(NAME, given, attrs)["output"])
+                assert_right(found.cpu(), inputs, attrs, torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
 @pytest.mark.parametrize("rounds", (0, 1))
 @pytest.mark.parametrize("rows", (3, 12))
