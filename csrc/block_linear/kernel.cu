@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) RoundKernel(const __grid_constant__ 
 struct RowsPlan {
   int row_groups;    // of as many rows as share a reading of the weights
   int split;         // warps that share rows of weights
+  int64_t groups;    // of outputs that a CTA has at a time
   int stage;         // columns of the input that are held at once: whole pieces
   int pitch;         // a multiple of 8
   unsigned inverse;  // 2^32 over the pieces of a block, rounded up; 0 where that is one piece
@@ -144,28 +145,37 @@ __device__ __forceinline__ float4 floats_of(const uint4& bits, int32_t dtype) {
                      __uint_as_float(bits.y & 0xffff0000u));
 }
 
-// body(r, column - begin, four columns, whether they are there) for rows row + r of the input, by the whole CTA. Whole warps call it.
-// Several fours of a thread are on their way at a time: most calls wait once.
-template <class F>
-__device__ __forceinline__ void for_fours(const Args& args, int64_t row, int rows, int begin, int columns, F&& body) {
-  constexpr int kOnTheirWay = 4;
-  const int of_row = columns / 4, count = rows * of_row;
-#pragma unroll 1
-  for (int first = threadIdx.x; first - static_cast<int>(threadIdx.x) < count; first += kOnTheirWay * kThreads) {
-    uint4 bits[kOnTheirWay];
+// Columns begin .. begin + columns of rows from `row` on, shared out among a CTA's threads by fours. Several fours of a thread are
+// on their way at a time: most calls wait once, and weights may be asked for in between.
+struct Fours {
+  static constexpr int kOnTheirWay = 4;
+  uint4 bits[kOnTheirWay];
+
+  __device__ __forceinline__ void load(const Args& args, int64_t row, int rows, int begin, int columns, int first) {
+    const int of_row = columns / 4, count = rows * of_row;
 #pragma unroll
     for (int turn = 0; turn < kOnTheirWay; ++turn) {
       const int wanted = first + turn * kThreads, i = wanted < count ? wanted : count - 1;
       bits[turn] = load_four(args, (row + i / of_row) * args.width + begin + i % of_row * 4);
     }
+  }
+  // body(r, column - begin, four columns, whether they are there) for all rows row + r; whole warps call it. load() has been called
+  // for the thread's first.
+  template <class F>
+  __device__ __forceinline__ void run(const Args& args, int64_t row, int rows, int begin, int columns, F&& body) {
+    const int of_row = columns / 4, count = rows * of_row, own = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    for (int first = own; first - own < count;) {
 #pragma unroll
-    for (int turn = 0; turn < kOnTheirWay; ++turn) {
-      const int i = first + turn * kThreads;
-      if (i - static_cast<int>(threadIdx.x) < count)
-        body(i / of_row, i % of_row * 4, floats_of(bits[turn], args.dtype), i < count);
+      for (int turn = 0; turn < kOnTheirWay; ++turn) {
+        const int i = first + turn * kThreads;
+        if (i - own < count) body(i / of_row, i % of_row * 4, floats_of(bits[turn], args.dtype), i < count);
+      }
+      first += kOnTheirWay * kThreads;
+      if (first - own < count) load(args, row, rows, begin, columns, first);
     }
   }
-}
+};
 
 // A block's step and the integers of a lane's four columns.
 __device__ __forceinline__ float round_four(const float4& x, int lanes, float (&q)[4]) {
@@ -227,11 +237,12 @@ __device__ __noinline__ void hold_integers(const Args& args, int64_t row, int ro
 }
 
 // The same by fours, with weights on their way: nothing is called, for which they would have to be there.
-__device__ __forceinline__ void hold_float_fours(const Args& args, int64_t row, int rows, int together, int begin, int columns,
-                                                 int pitch, float4* held) {
+__device__ __forceinline__ void hold_float_fours(Fours& fours, const Args& args, int64_t row, int rows, int together, int begin,
+                                                 int columns, int pitch, float4* held) {
   const int lanes = static_cast<int>(args.block) / 4;
+#pragma unroll 1
   for (int i = rows * pitch + threadIdx.x; i < together * pitch; i += kThreads) held[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for_fours(args, row, rows, begin, columns, [&](int r, int column, float4 x, bool own) {
+  fours.run(args, row, rows, begin, columns, [&](int r, int column, float4 x, bool own) {
     if (args.round_input) {
       float q[4];
       const float step = round_four(x, lanes, q);
@@ -241,13 +252,15 @@ __device__ __forceinline__ void hold_float_fours(const Args& args, int64_t row, 
   });
 }
 template <int kColumns>
-__device__ __forceinline__ void hold_integer_fours(const Args& args, int64_t row, int rows, int together, int begin,
-                                                   int columns, int pitch, uint4* held) {
+__device__ __forceinline__ void hold_integer_fours(Fours& fours, const Args& args, int64_t row, int rows, int together,
+                                                   int begin, int columns, int pitch, uint4* held) {
   const int pieces = columns / kColumns, lanes = static_cast<int>(args.block) / 4;
   auto* const factors = reinterpret_cast<float2*>(held + together * pitch);
+#pragma unroll 1
   for (int i = rows * pitch + threadIdx.x; i < together * pitch; i += kThreads) held[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
   for (int i = rows * pieces + threadIdx.x; i < together * pieces; i += kThreads) factors[i] = make_float2(0.0f, 0.0f);
-  for_fours(args, row, rows, begin, columns, [&](int r, int column, const float4& x, bool own) {
+  fours.run(args, row, rows, begin, columns, [&](int r, int column, const float4& x, bool own) {
     float q[4];
     const float step = round_four(x, lanes, q);
     int sum = 0;
@@ -305,11 +318,10 @@ __global__ void __launch_bounds__(kThreads, 2) BlockRowsKernel(const __grid_cons
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % plan.split, units = kWarps / plan.split;
   const int64_t row = static_cast<int64_t>(blockIdx.x % plan.row_groups) * kRows;
   const int rows = static_cast<int>(args.rows - row < kRows ? args.rows - row : kRows), width = static_cast<int>(args.width);
-  const int64_t groups = ceil_div(args.outputs, int64_t{units * kOutputs});
   const auto row_pieces = static_cast<unsigned>(width / kColumns);
   const bool bfloat16 = args.dtype == 2, shifted = args.shift != nullptr;
   bool turn = false, holds = false;
-  for (int64_t group = blockIdx.x / plan.row_groups; group < groups; group += gridDim.x / plan.row_groups, turn = !turn) {
+  for (int64_t group = blockIdx.x / plan.row_groups; group < plan.groups; group += gridDim.x / plan.row_groups, turn = !turn) {
     const int64_t first = (group * units + warp / plan.split) * kOutputs;
     // Lines behind the last output are that of the last one, and are not written.
     const int64_t origin = first < args.outputs ? first : args.outputs - 1;
@@ -342,14 +354,17 @@ __global__ void __launch_bounds__(kThreads, 2) BlockRowsKernel(const __grid_cons
       int p = part * 32 + lane;
       Ahead ahead[kOutputs];
       const bool early = holds || plan.fours;
+      Fours fours;
+      if (!holds && plan.fours) fours.load(args, row, rows, begin, columns, static_cast<int>(threadIdx.x));
       if (early && p < pieces) load(p, ahead);
       if (!holds) {
         __syncthreads();  // for those who still read the columns before
         if constexpr (in_integers(kPiece)) {
-          if (plan.fours) hold_integer_fours<kColumns>(args, row, rows, kRows, begin, columns, plan.pitch, held);
+          if (plan.fours) hold_integer_fours<kColumns>(fours, args, row, rows, kRows, begin, columns, plan.pitch, held);
           else hold_integers<kColumns>(args, row, rows, kRows, begin, columns, plan.pitch, held);
         } else {
-          if (plan.fours) hold_float_fours(args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float4*>(held));
+          if (plan.fours)
+            hold_float_fours(fours, args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float4*>(held));
           else hold_floats(args, row, rows, kRows, begin, columns, plan.pitch, reinterpret_cast<float*>(held));
         }
         __syncthreads();
@@ -780,9 +795,9 @@ int launch_rows(const Args& args, cudaStream_t stream) {
   const int64_t warps = ceil_div(args.outputs, int64_t{kOutputs}) * plan.row_groups, pieces = stage / kColumns;
   for (plan.split = 1; plan.split < kWarps && warps * plan.split < sms * kWarpsOfSm && pieces >= plan.split * 64;)
     plan.split *= 2;
-  const int64_t groups = ceil_div(args.outputs, int64_t{kWarps / plan.split * kOutputs});
+  plan.groups = ceil_div(args.outputs, int64_t{kWarps / plan.split * kOutputs});
   const int64_t shared = bytes_of(stage), ctas = clamp(most / (shared + kDeclared), int64_t{1}, int64_t{kMostCtas});
-  const int64_t together = std::min(groups, std::max<int64_t>(sms * ctas / plan.row_groups, 1));
+  const int64_t together = std::min(plan.groups, std::max<int64_t>(sms * ctas / plan.row_groups, 1));
   kernel<<<static_cast<unsigned>(together * plan.row_groups), kThreads, static_cast<size_t>(shared), stream>>>(args, plan);
   return cudaGetLastError();
 }

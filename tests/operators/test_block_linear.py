@@ -58,7 +58,9 @@ def test_cuda(form, dtype):
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
 def test_cuda_panels(form, dtype, monkeypatch):
     """Tiles of 16 to 128 rows, with as many parts of the columns as are chosen, one, and several; the bits are the same each time."""
-    for seed, sizes in enumerate(((1, 9, 5120, 160, 301), (1, 20, 6432, 201, 320), (1, 85, 1600, 25, 289), (1, 500, 256, 8, 8500))):
+    for seed, sizes in enumerate(
+        ((1, 9, 5120, 160, 301), (1, 20, 6432, 201, 320), (1, 85, 1600, 25, 289), (1, 500, 256, 8, 8500))
+    ):
         for inputs, attrs in calls(sizes, dtype, form, seed):
             given = {name: x.cuda() for name, x in inputs.items()}
             for split in ("0", "1", "7"):
