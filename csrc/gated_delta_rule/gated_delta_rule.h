@@ -96,6 +96,9 @@ void run_grads(const GradArgs& args, const CpuTarget& target, Workspace& ws);
 constexpr int64_t kCudaMaxKeyWidth = 256;
 int64_t recurrence_blocks(const Args& args);
 int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws);
+// The same for a few tokens a request and D up to 128, where rows and states may be read in vectors: decode steps.
+bool steps_fit(const Args& args);
+int launch_steps(const Args& args, const CudaTarget& target);
 // In chunks on tensor cores, for 16-bit prompts with a decay of each token.
 constexpr int64_t kChunkedTokens = 32;  // a request, below which the recurrence is taken
 bool chunked_fits(const Args& args, int device);

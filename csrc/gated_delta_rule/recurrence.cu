@@ -1,6 +1,7 @@
-// The gated delta rule token by token. A warp has 16 value columns of one state in registers from the first token to the last,
-// so that the state is read and written once: what a decode step costs is that traffic. Warps need nothing of each other.
-// Lane (r, c) of 8 x 4 holds four columns, 4 c to 4 c + 3 of the warp's, of the key dimensions 32 j + 4 r to 32 j + 4 r + 3.
+// The gated delta rule token by token, for what steps.cu does not take. A warp has 16 value columns of one state in registers
+// from the first token to the last, so that the state is read and written once: what few tokens cost is that traffic. Warps
+// need nothing of each other. Lane (r, c) of 8 x 4 holds four columns, 4 c to 4 c + 3 of the warp's, of the key dimensions
+// 32 j + 4 r to 32 j + 4 r + 3.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -9,6 +10,7 @@
 #include "core/op.h"
 #include "core/with_type.cuh"
 #include "gated_delta_rule/gated_delta_rule.h"
+#include "gated_delta_rule/token_rows.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
@@ -25,48 +27,11 @@ struct Vectors {
   bool keys, values, states, decays;
 };
 
-// Four neighbouring elements as they lie in memory.
-template <class T>
-union Four {
-  uint2 bits[sizeof(T) / 2];
-  T element[4];
-  __device__ Four() {}
-};
-
-// Those of a row from `first` on, 0 where there are no more of `count`.
-template <class T>
-__device__ __forceinline__ Four<T> load_four(const T* row, int first, int count, bool vectors) {
-  Four<T> x;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) x.bits[i] = make_uint2(0, 0);
-  if (first >= count) return x;
-  if (vectors) {
-    if constexpr (sizeof(T) == 4) {
-      const uint4 bits = __ldg(reinterpret_cast<const uint4*>(row + first));
-      x.bits[0] = make_uint2(bits.x, bits.y);
-      x.bits[1] = make_uint2(bits.z, bits.w);
-    } else {
-      x.bits[0] = __ldg(reinterpret_cast<const uint2*>(row + first));
-    }
-    return x;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (first + i < count) x.element[i] = __ldg(row + first + i);
-  return x;
-}
-
 // The sum over the lanes that have the same columns, in all of them.
 __device__ __forceinline__ float over_rows(float x) {
 #pragma unroll
   for (int offset = kFirstRowLane; offset < 32; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);
   return x;
-}
-
-template <class T>
-__device__ __forceinline__ const T* row_of(const void* data, const Strides& strides, int64_t batch, int64_t head,
-                                           int64_t token) {
-  return static_cast<const T*>(data) + batch * strides.batch + head * strides.head + token * strides.token;
 }
 
 // A lane's part of a state: element [j][i][c] is key dimension 32 j + 4 r + i and value column `column` + c.
@@ -158,10 +123,6 @@ __device__ __forceinline__ float scattered_sums(const float (&low)[4], const flo
   for (int i = 0; i < 2; ++i)
     two[i] = (second ? four[i + 2] : four[i]) + __shfl_xor_sync(kAll, second ? four[i] : four[i + 2], 8);
   return (odd ? two[1] : two[0]) + __shfl_xor_sync(kAll, odd ? two[0] : two[1], 4);
-}
-
-__device__ __forceinline__ float row_factor(const Args& args, int64_t batch, int64_t head, int64_t token) {
-  return args.row_factors != nullptr ? __ldg(args.row_factors + (batch * args.heads + head) * args.tokens + token) : 1.0f;
 }
 
 // kGroups: key dimensions over 32, rounded up. A CTA has up to kWarps warps of neighbouring columns.
@@ -335,6 +296,7 @@ int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws)
   }
   if (ws.counting()) return cudaSuccess;
   if (!args.token_by_token && chunked_fits(args, target.device)) return launch_chunked(args, target);
+  if (steps_fit(args)) return launch_steps(args, target);
   return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, stream); });
 }
 

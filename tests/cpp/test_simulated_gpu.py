@@ -450,6 +450,7 @@ def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
     for n, d, dv, decay, v_first in (
         (1, 128, 32, "token", 0),
         (1, 64, 20, "key", 1),
+        (11, 128, 24, "key", 1),
         (5, 20, 7, None, 0),
         (3, 5, 48, "key", 1),
     ):

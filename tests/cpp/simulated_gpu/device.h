@@ -221,6 +221,7 @@ inline void ptx_fma_rn_bf16x2(uint32_t& y, uint32_t a, uint32_t b, uint32_t c) {
                                 static_cast<float>(x[2][i]));
   std::memcpy(&y, x[0], 4);
 }
+inline void ptx_prefetch_global_L2(const void*) {}
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
