@@ -1,8 +1,8 @@
 // The gated delta rule token by token for calls whose rows and states are read in vectors, as decode steps' are. What a step
 // costs is a state's way in and out, so that a warp asks for all of its part of a state before anything else, and finds what
-// needs no state while that is under way. kParts warps have 4 kLanes value columns of one state in registers from the first
-// token to the last, each a part of the key dimensions, and need nothing of other warps. Lane (r, c) of 32 / kLanes x kLanes
-// has columns 4 c to 4 c + 3 and of the part's key dimensions kGroupRows j + 4 r to kGroupRows j + 4 r + 3.
+// needs no state while that is under way. A warp has 4 kLanes value columns of one state in registers from the first token to the
+// last, and needs nothing of other warps. Lane (r, c) of 32 / kLanes x kLanes has columns 4 c to 4 c + 3 and key dimensions
+// kGroupRows j + 4 r to kGroupRows j + 4 r + 3, j < kLanes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -22,9 +22,8 @@ namespace leanfleet::gated_delta_rule {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kWidest = 128;   // keys
-constexpr int kMostWarps = 4;  // of a CTA
-constexpr int kFew = 16;       // tokens of a request, on average, that are steps; what is asked for ahead
+constexpr int kWidest = 128;  // keys
+constexpr int kFew = 16;      // tokens of a request, on average, that are steps; what is asked for ahead
 
 // A tensor whose elements 32 bits count.
 struct Rows {
@@ -68,48 +67,15 @@ __device__ __forceinline__ float over_rows(float x) {
   return x;
 }
 
-// Sums over parts of the key dimensions, of kParts warps. Each takes the other half of `shared` than the one before, so that
-// one barrier does.
-template <int kLanes, int kParts>
-struct Parts {
-  float4 (*shared)[kParts][3][kLanes];
-  int half = 0;
-
-  // x[n]: of this lane's columns, over the rows of its warp.
-  template <int kCount>
-  __device__ __forceinline__ void add_up(float (&x)[kCount]) {
-    static_assert(kCount % 4 == 0 && kCount <= 12);
-    if constexpr (kParts > 1) {
-      const int lane = static_cast<int>(threadIdx.x % 32), part = static_cast<int>(threadIdx.x / 32);
-      if (lane < kLanes) {
-#pragma unroll
-        for (int n = 0; n < kCount / 4; ++n)
-          shared[half][part][n][lane] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
-      }
-      __syncthreads();
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) x[n] = 0.0f;
-#pragma unroll
-      for (int other = 0; other < kParts; ++other)
-#pragma unroll
-        for (int n = 0; n < kCount / 4; ++n) {
-          const float4 four = shared[half][other][n][lane % kLanes];
-          x[4 * n] += four.x, x[4 * n + 1] += four.y, x[4 * n + 2] += four.z, x[4 * n + 3] += four.w;
-        }
-      half ^= 1;
-    }
-  }
-};
-
 // A lane's part of a state: element [j][i][c].
-template <int kLanes, int kGroups, bool kValuesFirst>
+template <int kLanes, bool kValuesFirst>
 struct LaneState {
   static constexpr int kGroupRows = kWidest / kLanes;
-  float x[kGroups][4][4];
+  float x[kLanes][4][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < 16 * kGroups; ++n) {
+    for (int n = 0; n < 16 * kLanes; ++n) {
       float& element = x[n / 16][n / 4 % 4][n % 4];
       element = 0.0f;
       asm volatile("" : "+f"(element));  // so that warps which load a state do not clear it first
@@ -129,7 +95,7 @@ struct LaneState {
   __device__ __forceinline__ void move_rows(float* data, int row, int D, int V) {
     const int stride = kValuesFirst ? D : V;
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
+    for (int j = 0; j < kLanes; ++j) {
       const bool there = kWhole || j * kGroupRows + row < D;
       if (kStore && !there) continue;
 #pragma unroll
@@ -160,18 +126,18 @@ struct Place {
 };
 
 // What a token brings to a lane.
-template <class T, int kLanes, int kGroups, bool kKeyDecays>
+template <class T, int kLanes, bool kKeyDecays>
 struct Token {
   static constexpr int kGroupRows = kWidest / kLanes;
-  Four<T> key[kGroups], query[kGroups], value;
-  Four<float> log_decays[kKeyDecays ? kGroups : 1];  // else the first element, of all
+  Four<T> key[kLanes], query[kLanes], value;
+  Four<float> log_decays[kKeyDecays ? kLanes : 1];  // else the first element, of all
   float beta, factor;
 
   __device__ __forceinline__ void load(const Steps& args, const Place& place, uint32_t token) {
     const float* const logs = args.log_decay.row<float>(place.log_decay, token);
     if constexpr (kKeyDecays) {
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) log_decays[j] = load_four(logs + place.row, j * kGroupRows, args.D - place.row, true);
+      for (int j = 0; j < kLanes; ++j) log_decays[j] = load_four(logs + place.row, j * kGroupRows, args.D - place.row, true);
     } else {
       log_decays[0].element[0] = args.log_decay.data != nullptr ? __ldg(logs) : 0.0f;
     }
@@ -181,7 +147,7 @@ struct Token {
     const T* const keys = args.key.row<T>(place.key, token) + place.row;
     const T* const queries = args.query.row<T>(place.query, token) + place.row;
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
+    for (int j = 0; j < kLanes; ++j) {
       key[j] = load_four(keys, j * kGroupRows, args.D - place.row, true);
       query[j] = load_four(queries, j * kGroupRows, args.D - place.row, true);
     }
@@ -227,16 +193,16 @@ __device__ __forceinline__ void store_four(T* to, const float (&x)[4]) {
 }
 
 // The rows of the output of a state's heads after the first, of the state as the token left it.
-template <class T, int kLanes, int kGroups, bool kValuesFirst, class Sums>
+template <class T, int kLanes, bool kValuesFirst>
 __device__ __forceinline__ void more_heads(const Steps& args, const Place& place, uint32_t batch, uint32_t first_head,
-                                           uint32_t token, const LaneState<kLanes, kGroups, kValuesFirst>& state, Sums& parts,
-                                           T* output, bool writes) {
+                                           uint32_t token, const LaneState<kLanes, kValuesFirst>& state, T* output,
+                                           bool writes) {
 #pragma unroll 1
   for (uint32_t h = 1; h < args.of_state; ++h) {
     const T* const from = args.query.row<T>(args.query.at(batch, args.query_head.of(first_head + h)), token);
     float sums[8] = {};  // of 4 columns, and of squares
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
+    for (int j = 0; j < kLanes; ++j) {
       const Numbers query = numbers_of(load_four(from, j * state.kGroupRows + place.row, args.D, true));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -247,7 +213,6 @@ __device__ __forceinline__ void more_heads(const Steps& args, const Place& place
     }
 #pragma unroll
     for (int i = 0; i < 5; ++i) sums[i] = over_rows<kLanes>(sums[i]);
-    parts.add_up(sums);
     float factor = args.scale;
     if (args.factors.data != nullptr) factor *= __ldg(args.factors.row<float>(place.factor + h * args.factors.head, token));
     if (args.normalize) factor *= rsqrtf(sums[4] + kUnitRowEps);
@@ -257,12 +222,12 @@ __device__ __forceinline__ void more_heads(const Steps& args, const Place& place
 }
 
 // Takes the state over one token, and writes the output's row of the state's first head. What needs no state comes first.
-template <class T, int kLanes, int kGroups, bool kValuesFirst, bool kKeyDecays, class Sums>
-__device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, kGroups, kKeyDecays>& now,
-                                     LaneState<kLanes, kGroups, kValuesFirst>& state, Sums& parts, T* output, bool writes) {
+template <class T, int kLanes, bool kValuesFirst, bool kKeyDecays>
+__device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, kKeyDecays>& now,
+                                     LaneState<kLanes, kValuesFirst>& state, T* output, bool writes) {
   float sums[12] = {};  // of 4 columns with the key and with the query; query by key, squares of keys, of queries
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
+  for (int j = 0; j < kLanes; ++j) {
     const Numbers key = numbers_of(now.key[j]), query = numbers_of(now.query[j]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -271,16 +236,16 @@ __device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, k
 #pragma unroll
   for (int i = 8; i < 11; ++i) sums[i] = over_rows<kLanes>(sums[i]);
   const float decay = kKeyDecays ? 1.0f : expf(now.log_decays[0].element[0]);
-  float kept[kKeyDecays ? kGroups : 1][4];
+  float kept[kKeyDecays ? kLanes : 1][4];
   if constexpr (kKeyDecays) {
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j)
+    for (int j = 0; j < kLanes; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept[j][i] = expf(now.log_decays[j].element[i]);
   }
 
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
+  for (int j = 0; j < kLanes; ++j) {
     const Numbers key = numbers_of(now.key[j]), query = numbers_of(now.query[j]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -293,7 +258,6 @@ __device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, k
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) sums[i] = over_rows<kLanes>(sums[i]);
-  parts.add_up(sums);
   float of_key = 1.0f, of_query = args.scale * now.factor;
   if (args.normalize) of_key = rsqrtf(sums[9] + kUnitRowEps), of_query *= rsqrtf(sums[10] + kUnitRowEps);
   float update[4], out[4];  // update: of the key as it is given
@@ -304,7 +268,7 @@ __device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, k
     out[c] = of_query * (sums[4 + c] + sums[8] * update[c]);
   }
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
+  for (int j = 0; j < kLanes; ++j) {
     const Numbers key = numbers_of(now.key[j]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -314,24 +278,28 @@ __device__ __forceinline__ void step(const Steps& args, const Token<T, kLanes, k
   if (writes) store_four(output, out);
 }
 
+// Warps of a CTA, measured: 8 columns of [Dv,D] are 4 KB side by side; 16 of [D,Dv] are pieces of 64 bytes, and two warps next to each
+// other read whole lines.
+constexpr int lanes_of(bool values_first) { return values_first ? 2 : 4; }
+constexpr int warps_of(bool values_first) { return values_first ? 1 : 2; }
 // CTAs of a multiprocessor: as many as spill nothing. Their registers hold 80 to 128 KB of states.
-template <class T, int kGroups, int kParts, bool kKeyDecays>
-constexpr int kMostCtas =
-    (kGroups == 2 ? 7 : 4) - (kKeyDecays || sizeof(T) == 4 ? kGroups == 2 ? 2 : 1 : 0) - (kGroups == 2 && kParts > 1);
+template <class T, bool kValuesFirst, bool kKeyDecays>
+constexpr int kMostCtas = (kKeyDecays || sizeof(T) == 4 ? kValuesFirst ? 20 : 12
+                           : kValuesFirst               ? 28
+                                                        : 16) /
+                          warps_of(kValuesFirst);
 
-// blockIdx: (columns, head of the state, request). A CTA has the parts of some columns, or warps without parts.
-template <class T, int kLanes, int kParts, bool kValuesFirst, bool kKeyDecays>
-__global__ void __launch_bounds__(kMostWarps * 32, kMostCtas<T, kLanes / kParts, kParts, kKeyDecays>)
+// blockIdx: (columns, head of the state, request).
+template <class T, bool kValuesFirst, bool kKeyDecays>
+__global__ void __launch_bounds__(32 * warps_of(kValuesFirst), kMostCtas<T, kValuesFirst, kKeyDecays>)
     StepsKernel(const __grid_constant__ Steps args) {
-  constexpr int kGroups = kLanes / kParts;
-  __shared__ float4 shared[2][kParts][3][kLanes];
+  constexpr int kLanes = lanes_of(kValuesFirst), kWarps = warps_of(kValuesFirst);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp = static_cast<int>(threadIdx.x / 32), part = kParts > 1 ? warp : 0;
-  const int slice = static_cast<int>(kParts > 1 ? blockIdx.x : blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
-  if (slice * 4 * kLanes >= args.V) return;  // of parts, the whole CTA
+  const int slice = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32);
+  if (slice * 4 * kLanes >= args.V) return;
   const uint32_t head = blockIdx.y, request = blockIdx.z;
   Place place;
-  place.row = part * (kWidest / kParts) + lane / kLanes * 4, place.column = (slice * kLanes + lane % kLanes) * 4;
+  place.row = lane / kLanes * 4, place.column = (slice * kLanes + lane % kLanes) * 4;
   const bool packed = args.cu_seqlens != nullptr;
   const int32_t named = args.state_index != nullptr ? args.state_index[request] : static_cast<int32_t>(request);
   int32_t begin = 0, end = args.tokens;
@@ -339,7 +307,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, kMostCtas<T, kLanes / kParts,
   const bool there = named >= 0 && named < args.state_rows && place.column < args.V;
   const int64_t at = (static_cast<int64_t>(named) * args.v_heads + head) * (args.D * args.V) +
                      (kValuesFirst ? place.column * args.D + place.row : place.row * args.V + place.column);
-  LaneState<kLanes, kGroups, kValuesFirst> state;
+  LaneState<kLanes, kValuesFirst> state;
   if (there && args.initial_state != nullptr)
     state.template move<false>(const_cast<float*>(args.initial_state) + at, place.row, args.D, args.V);
   else state.clear();
@@ -353,16 +321,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, kMostCtas<T, kLanes / kParts,
   place.beta = args.beta.at(batch, head);
   place.factor = args.factors.at(batch, first_head);
   place.output = args.output.at(batch, first_head) + place.column;
-  const bool writes = lane < kLanes && place.column < args.V && part == 0;
-  Parts<kLanes, kParts> parts = {shared};
-  Token<T, kLanes, kGroups, kKeyDecays> now;
+  const bool writes = lane < kLanes && place.column < args.V;
+  Token<T, kLanes, kKeyDecays> now;
   if (begin < end) now.load(args, place, begin);
   prefetch_tokens<T>(args, place, lane, begin + 1, end - begin > kFew ? begin + kFew : end);
 #pragma unroll 1
   for (int32_t token = begin; token < end; ++token) {
     T* const output = const_cast<T*>(args.output.row<T>(place.output, token));
-    step<T>(args, now, state, parts, output, writes);
-    more_heads<T>(args, place, batch, first_head, token, state, parts, output, writes);
+    step<T>(args, now, state, output, writes);
+    more_heads<T>(args, place, batch, first_head, token, state, output, writes);
     if (token + 1 < end) now.load(args, place, token + 1);
     if (token + kFew < end) prefetch_tokens<T>(args, place, lane, token + kFew, token + kFew + 1);
   }
@@ -397,13 +364,12 @@ Steps steps_of(const Args& args) {
   return to;
 }
 
-template <class T, int kLanes, int kParts, bool kValuesFirst>
-cudaError_t launch_shape(const Args& args, int warps, cudaStream_t stream) {
-  const auto kernel = args.decay_per_key ? StepsKernel<T, kLanes, kParts, kValuesFirst, true>
-                                         : StepsKernel<T, kLanes, kParts, kValuesFirst, false>;
-  const int64_t ctas = ceil_div(args.value_width, int64_t{4 * kLanes * warps / kParts});
-  const dim3 blocks(narrow(ctas), narrow(args.v_heads), narrow(args.requests));
-  kernel<<<blocks, narrow(32 * warps), 0, stream>>>(steps_of(args));
+template <class T, bool kValuesFirst>
+cudaError_t launch_order(const Args& args, cudaStream_t stream) {
+  constexpr int kWarps = warps_of(kValuesFirst), kColumns = 4 * lanes_of(kValuesFirst) * kWarps;
+  const auto kernel = args.decay_per_key ? StepsKernel<T, kValuesFirst, true> : StepsKernel<T, kValuesFirst, false>;
+  const dim3 blocks(narrow(ceil_div(args.value_width, int64_t{kColumns})), narrow(args.v_heads), narrow(args.requests));
+  kernel<<<blocks, 32 * kWarps, 0, stream>>>(steps_of(args));
   return cudaGetLastError();
 }
 
@@ -424,11 +390,9 @@ bool steps_fit(const Args& args) {
 
 int launch_steps(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  // Estimated, not measured: CTAs of one warp end one by one, and 8 columns of [Dv,D] are 4 KB side by side; of [D,Dv] 16
-  // columns are 64 bytes, what memory gives at once.
   return with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-    return args.state_v_first ? launch_shape<T, 2, 1, true>(args, 1, stream) : launch_shape<T, 4, 1, false>(args, 1, stream);
+    return args.state_v_first ? launch_order<T, true>(args, stream) : launch_order<T, false>(args, stream);
   });
 }
 
