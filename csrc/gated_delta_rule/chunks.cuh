@@ -33,12 +33,17 @@ struct alignas(128) KeySystem {
   unsigned char from_state[2][kChunk * kD * 2], high[kSquareBytes], low[kSquareBytes];
   unsigned char to_state[2][kChunk * kD * 2];
   float kept[kD];
-  int32_t left, unused[31];  // to prepare_steep_keys.cu
 };
 template <int kD>
 struct alignas(128) KeyScores {
   unsigned char query[kChunk * kD * 2], tile[kSquareBytes];
+  int32_t left, unused[31];  // to prepare_steep_keys.cu, with the system where this is its state's first head of the output
 };
+// Tiles of 64 columns of rows of records. Where keys have up to 192 dimensions, the last of four is not used.
+template <int kD>
+__device__ __forceinline__ int used_boxes(const Args& args) {
+  return kD > 192 && args.key_width <= 192 ? 3 : kD / 64;
+}
 
 // Chunks have slots. Without offsets those of all requests alternate; with them chunk c of a request that begins at token b has
 // slot b / 64 + request + c, so that no request's depend on the lengths of those before it. Windows of slots are walked one
@@ -47,10 +52,13 @@ struct Prompt {
   Args args;
   void* systems;   // [slot of the window][value head] of System, or KeySystem
   void* scores;    // [slot of the window][head of the output] of Scores, or KeyScores
-  float* carried;  // [request or, with offsets, window % 2][value head][slice]: states between windows; null: one window
+  float* carried;  // [request or, with offsets, window % 2][walk][slice]: states between windows; null: one window
   int64_t first_slot, slots;
   int64_t window;
   int group, of_query, of_key;  // heads of the output of a value head and of a query head; value heads of a key head
+  // With decays of key dimensions each head of the output walks its state for itself; the first of a state writes it. Which of
+  // them this launch has.
+  bool firsts, others;
 };
 
 struct Span {

@@ -20,16 +20,17 @@ __device__ __forceinline__ void copy_16_bytes(unsigned char* to, uint32_t from, 
   for (int i = 16 * thread; i < bytes; i += 16 * threads) *reinterpret_cast<uint4*>(to + i) = load_16_bytes(from + i);
 }
 
-// Rows of a chunk, asked for by one thread and waited for by others. Rows of other requests after the chunk's last become 0,
-// for which all `threads` that wait meet at `meet`.
+// Rows of a chunk, asked for by one thread and waited for by others: `boxes` of 64 columns from column `first` on. Rows of other
+// requests after the chunk's last become 0, for which all `threads` that wait meet at `meet`.
 template <int kD>
-__device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t to, const ChunkPlace& chunk, int head,
-                                          uint32_t full) {
-  mbarrier_arrive_expect_tx(full, kChunk * kD * 2);
+__device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t to, const ChunkPlace& chunk, int head, uint32_t full,
+                                          int first = 0, int boxes = kD / 64) {
+  mbarrier_arrive_expect_tx(full, boxes * kSquareBytes);
 #pragma unroll
   for (int box = 0; box < kD / 64; ++box)
-    hopper::tma_load(to + box * kSquareBytes, &map, 64 * box, static_cast<int>(chunk.token), head,
-                     static_cast<int>(chunk.batch), full);
+    if (box < boxes)
+      hopper::tma_load(to + box * kSquareBytes, &map, first + 64 * box, static_cast<int>(chunk.token), head,
+                       static_cast<int>(chunk.batch), full);
 }
 template <int kD, class Meet>
 __device__ __forceinline__ void wait_rows(const Prompt& prompt, const ChunkPlace& chunk, uint32_t rows, uint64_t& full,
@@ -150,15 +151,15 @@ __device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][k
   copy_16_bytes(to, solved, 2 * kSquareBytes, 32 * warp + lane, kThreads);
 }
 
-// Where key dimensions have decays of their own a state has one head of the output. The beta of a chunk's token, 0 past its last,
-// and the factor of its query. Without `delta` M is 0, and so are the keys that read from the state.
+// Where key dimensions have decays of their own. The beta of a chunk's token, 0 past its last, and the factor of its query, of a
+// head of the output. Without `delta` M is 0, and so are the keys that read from the state.
 __device__ __forceinline__ float beta_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
   if (t >= chunk.tokens) return 0.0f;
   return args.beta != nullptr ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 1.0f;
 }
-__device__ __forceinline__ float scale_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
+__device__ __forceinline__ float scale_of(const Args& args, const ChunkPlace& chunk, int64_t out_head, int t) {
   if (args.row_factors == nullptr || t >= chunk.tokens) return args.scale;
-  return args.scale * __ldg(args.row_factors + (chunk.batch * args.heads + head) * args.tokens + chunk.token + t);
+  return args.scale * __ldg(args.row_factors + (chunk.batch * args.heads + out_head) * args.tokens + chunk.token + t);
 }
 
 // Records where key dimensions have decays of their own.
@@ -167,8 +168,8 @@ __device__ __forceinline__ KeySystem<kD>& key_system(const Prompt& prompt, int64
   return static_cast<KeySystem<kD>*>(prompt.systems)[slot * prompt.args.v_heads + head];
 }
 template <int kD>
-__device__ __forceinline__ KeyScores<kD>& key_scores(const Prompt& prompt, int64_t slot, int64_t head) {
-  return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.v_heads + head];
+__device__ __forceinline__ KeyScores<kD>& key_scores(const Prompt& prompt, int64_t slot, int64_t out_head) {
+  return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.heads + out_head];
 }
 template <class T, int kBytes>
 __device__ __forceinline__ void send_planes(unsigned char (&to)[2][kBytes], int row, int column, float2 x) {

@@ -6,7 +6,7 @@
 // so that M and P are products of k W and q W with k / W, for tensor cores. No sum of logarithms is taken: W is a product of
 // decays, or one over such a product, and as exact as these. A chunk that has a decay of less than kLeast over half a block, or
 // rows whose numbers might leave a float's range, is left to prepare_steep_keys.cu.
-// A CTA has a chunk of a value head; a thread has two columns of a block.
+// A CTA has a chunk of a head of the output; a thread has two columns of a block. The first head of a state makes its system.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -35,7 +35,7 @@ struct Shared {
 template <int kD>
 struct Layout {
   static constexpr int kThreads = 2 * kD, kRows = kChunk * kD * 2;
-  static constexpr int kCtas = kD == 128 ? 2 : 3;  // of an SM
+  static constexpr int kCtas = kD == 64 ? 3 : 256 / kD;  // of an SM
   static constexpr int kKeys = 0, kQueries = kKeys + 2 * kRows, kColumns = kQueries + 2 * kRows, kShared = kColumns + 2 * kRows;
   static constexpr int kSystem = 0, kSolved = kSystem + 2 * kSquareBytes, kScores = kSolved + 2 * kSquareBytes;
   static constexpr int kBytes = 1024 + kShared + static_cast<int>(sizeof(Shared<kD>));
@@ -63,19 +63,23 @@ struct KeyChunk {
   static constexpr int kCtaWarps = L::kThreads / 32, kOfWarp = (kPairs + kCtaWarps - 1) / kCtaWarps;
   const Prompt& prompt;
   const ChunkPlace chunk;
-  const int64_t slot, head;
+  const int64_t slot, head, out_head;
   unsigned char* const shared;
   Shared<kD>& s;
   const int block, column;  // of this thread
+  const int boxes;
 
   __device__ __forceinline__ uint32_t at(int offset) const { return shared_address(shared) + offset; }
   __device__ __forceinline__ KeySystem<kD>& system() const { return key_system<kD>(prompt, slot, head); }
-  __device__ __forceinline__ KeyScores<kD>& scores() const { return key_scores<kD>(prompt, slot, head); }
+  __device__ __forceinline__ KeyScores<kD>& scores() const { return key_scores<kD>(prompt, slot, out_head); }
+  __device__ __forceinline__ bool makes_system() const { return out_head == head * prompt.group; }
+  __device__ __forceinline__ bool has_columns() const { return kD <= 128 || column < 64 * boxes; }
 
   // The decays of a thread's tokens, 1 past the request's end, become products: of those from the middle to the token, or of
   // those behind the token up to the middle. Returns whether the middle will do for all of them.
   __device__ __forceinline__ bool load_decays(float2 (&w)[kBlock]) const {
     const Args& args = prompt.args;
+    if (!has_columns()) return true;
     const bool there = column < args.key_width;
     const float* const first =
         row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + kBlock * block) + column;
@@ -110,21 +114,22 @@ struct KeyChunk {
     return by;
   }
 
-  // Factors of rows, two rows' threads apart, which share a row. Returns whether its numbers are of a usual size.
+  // Factors of rows, of which neighbouring threads share one. Returns whether its numbers are of a usual size.
   __device__ __forceinline__ bool make_row_factors(int thread) const {
     constexpr int kShare = L::kThreads / (2 * kChunk);
     const int row = thread / kShare % kChunk;
     const bool of_keys = thread < kShare * kChunk;
     float squares = 0.0f;
 #pragma unroll 4
-    for (int part = thread % kShare; part < kD / 8; part += kShare) {
+    for (int part = thread % kShare; part < 8 * boxes; part += kShare) {
       float x[8];
       load_8<T>(at(of_keys ? L::kKeys : L::kQueries), row, part, x);
 #pragma unroll
       for (int i = 0; i < 8; i += 2) squares += x[i] * x[i] + x[i + 1] * x[i + 1];
     }
-    if (kShare == 2) squares += __shfl_xor_sync(kFullWarp, squares, 1);
-    const float scale = of_keys ? 1.0f : scale_of(prompt.args, chunk, head, row);
+#pragma unroll
+    for (int other = 1; other < kShare; other *= 2) squares += __shfl_xor_sync(kFullWarp, squares, other);
+    const float scale = of_keys ? 1.0f : scale_of(prompt.args, chunk, out_head, row);
     const float factor = prompt.args.normalize ? scale * rsqrtf(squares + kUnitRowEps) : scale;
     if (thread % kShare == 0) (of_keys ? s.key : s.query)[row] = factor;
     const float size = factor * factor * squares;
@@ -137,10 +142,15 @@ struct KeyChunk {
 
   // Rows and columns of products, and keys and queries of the record. w: what load_decays() left.
   __device__ __forceinline__ void make_operands(const float2 (&w)[kBlock]) const {
+    const bool of_system = makes_system();
+    if (!has_columns()) {
+      if (of_system && block == 0) *reinterpret_cast<float2*>(&system().kept[column]) = make_float2(1.0f, 1.0f);
+      return;
+    }
     const float2 from_begin = over_halves(0, 2 * block + 1), to_end = over_halves(2 * block + 1, kHalves);
     KeySystem<kD>& to = system();
     unsigned char* const to_queries = scores().query;
-    if (block == 0) *reinterpret_cast<float2*>(&to.kept[column]) = times(from_begin, to_end);
+    if (of_system && block == 0) *reinterpret_cast<float2*>(&to.kept[column]) = times(from_begin, to_end);
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const int t = kBlock * block + i;
@@ -153,8 +163,10 @@ struct KeyChunk {
       store_planes<Plane>(at(L::kKeys), at(L::kKeys + L::kRows), t, column, row.x, row.y);
       store_planes<Plane>(at(L::kQueries), at(L::kQueries + L::kRows), t, column, query_row.x, query_row.y);
       store_planes<Plane>(at(L::kColumns), at(L::kColumns + L::kRows), t, column, of_column.x, of_column.y);
-      send_planes<T>(to.from_state, t, column, prompt.args.delta ? times(from_begin, row) : make_float2(0.0f, 0.0f));
-      send_planes<T>(to.to_state, t, column, times(to_end, of_column));
+      if (of_system) {
+        send_planes<T>(to.from_state, t, column, prompt.args.delta ? times(from_begin, row) : make_float2(0.0f, 0.0f));
+        send_planes<T>(to.to_state, t, column, times(to_end, of_column));
+      }
       const float2 sent = times(from_begin, query_row);
       *reinterpret_cast<uint32_t*>(to_queries + place) = pack_pair(T{}, sent.x, sent.y);
     }
@@ -184,15 +196,17 @@ struct KeyChunk {
   }
 
   // 16 x 16 products of a pair: m of keys, p of queries.
+  template <bool kOfKeys, bool kOfQueries>
   __device__ __forceinline__ void multiply_pair(int pair, int lane, float (&m)[2][4], float (&p)[2][4]) const {
     const Pair of = blocks_of(pair);
+    const int steps = kD <= 128 ? kD / 16 : static_cast<int>(ceil_div(prompt.args.key_width, int64_t{16}));
 #pragma unroll 2
-    for (int k = 0; k < kD / 16; ++k) {
+    for (int k = 0; k < steps; ++k) {
       uint32_t key[2][4], query[2][4], right[2][4];
 #pragma unroll
       for (int plane = 0; plane < 2; ++plane) {
-        load_matrices(key[plane], left_rows(at(L::kKeys + plane * L::kRows), of.rows, k, lane));
-        load_matrices(query[plane], left_rows(at(L::kQueries + plane * L::kRows), of.rows, k, lane));
+        if (kOfKeys) load_matrices(key[plane], left_rows(at(L::kKeys + plane * L::kRows), of.rows, k, lane));
+        if (kOfQueries) load_matrices(query[plane], left_rows(at(L::kQueries + plane * L::kRows), of.rows, k, lane));
         load_matrices(right[plane], right_rows(at(L::kColumns + plane * L::kRows), of.keys, k, lane));
       }
       if (pair < kBefore) {
@@ -214,13 +228,14 @@ struct KeyChunk {
         const int left = product == 1, other = product == 0;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          mma(Plane{}, m[n], key[left], right[other][2 * n], right[other][2 * n + 1]);
-          mma(Plane{}, p[n], query[left], right[other][2 * n], right[other][2 * n + 1]);
+          if (kOfKeys) mma(Plane{}, m[n], key[left], right[other][2 * n], right[other][2 * n + 1]);
+          if (kOfQueries) mma(Plane{}, p[n], query[left], right[other][2 * n], right[other][2 * n + 1]);
         }
       }
     }
   }
 
+  template <bool kOfKeys, bool kOfQueries>
   __device__ __forceinline__ void store_pair_of(int pair, int lane, const float (&m)[2][4], const float (&p)[2][4]) const {
     const Pair of = blocks_of(pair);
 #pragma unroll
@@ -233,26 +248,42 @@ struct KeyChunk {
         if (!prompt.args.delta) x = make_float2(0.0f, 0.0f);
         float2 y = make_float2(p[n][2 * r], p[n][2 * r + 1]);
         if (pair < kBefore) {
-          store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
+          if (kOfKeys) store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
         } else {
           *reinterpret_cast<float2*>(&s.diagonal[of.rows][of_block][first]) = x;
           y = make_float2(first <= of_block ? y.x : 0.0f, first < of_block ? y.y : 0.0f);
         }
-        store_pair(at(L::kScores), row, key, pack_pair(T{}, y.x, y.y));
+        if (kOfQueries) store_pair(at(L::kScores), row, key, pack_pair(T{}, y.x, y.y));
       }
   }
 
-  __device__ __forceinline__ void make_squares(int thread, int warp, int lane) const {
-    float m[kOfWarp][2][4] = {}, p[kOfWarp][2][4] = {};
-#pragma unroll
-    for (int n = 0; n < kOfWarp; ++n)
-      if (pair_of(warp, n) < kPairs) multiply_pair(pair_of(warp, n), lane, m[n], p[n]);
-    __syncthreads();  // the operands have been read
+  // The operands have been read; what the squares leave out is cleared.
+  __device__ __forceinline__ void end_products(int thread) const {
+    __syncthreads();
     if (thread < kThreads)
       for (const int tile : {L::kSolved, L::kSolved + kSquareBytes, L::kScores}) clear_above(at(tile), thread);
+  }
+  __device__ __forceinline__ void make_squares(int thread, int warp, int lane) const {
+    float m[kOfWarp][2][4] = {}, p[kOfWarp][2][4] = {};
+    if constexpr (kCtaWarps == kPairs + kBefore) {  // two warps for a pair whose keys are scaled, one for each other
+      const int pair = warp < kBefore ? warp : warp - kBefore;
+      const bool of_keys = warp < kBefore, of_queries = pair < kBefore;
+      if (of_keys) multiply_pair<true, false>(pair, lane, m[0], p[0]);
+      else if (of_queries) multiply_pair<false, true>(pair, lane, m[0], p[0]);
+      else multiply_pair<true, true>(pair, lane, m[0], p[0]);
+      end_products(thread);
+      if (of_keys) store_pair_of<true, false>(pair, lane, m[0], p[0]);
+      else if (of_queries) store_pair_of<false, true>(pair, lane, m[0], p[0]);
+      else store_pair_of<true, true>(pair, lane, m[0], p[0]);
+    } else {
 #pragma unroll
-    for (int n = 0; n < kOfWarp; ++n)
-      if (pair_of(warp, n) < kPairs) store_pair_of(pair_of(warp, n), lane, m[n], p[n]);
+      for (int n = 0; n < kOfWarp; ++n)
+        if (pair_of(warp, n) < kPairs) multiply_pair<true, true>(pair_of(warp, n), lane, m[n], p[n]);
+      end_products(thread);
+#pragma unroll
+      for (int n = 0; n < kOfWarp; ++n)
+        if (pair_of(warp, n) < kPairs) store_pair_of<true, true>(pair_of(warp, n), lane, m[n], p[n]);
+    }
   }
 
   __device__ __forceinline__ void run(const PromptMaps& maps) const {
@@ -262,9 +293,10 @@ struct KeyChunk {
       mbarrier_init(shared_address(&s.keys_full), 1);
       mbarrier_init(shared_address(&s.queries_full), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      load_rows<kD>(maps.key, at(L::kKeys), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full));
-      load_rows<kD>(maps.query, at(L::kQueries), chunk, static_cast<int>(head) / prompt.of_query,
-                    shared_address(&s.queries_full));
+      load_rows<kD>(maps.key, at(L::kKeys), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full), 0,
+                    boxes);
+      load_rows<kD>(maps.query, at(L::kQueries), chunk, static_cast<int>(out_head) / prompt.of_query,
+                    shared_address(&s.queries_full), 0, boxes);
     }
     if (thread < kChunk) s.beta[thread] = beta_of(args, chunk, head, thread);
     float2 w[kBlock];
@@ -276,14 +308,14 @@ struct KeyChunk {
     __syncthreads();
     const bool usual = make_row_factors(thread);
     const bool left = __syncthreads_or(!mild || !usual);
-    if (thread == 0) system().left = left;
+    if (thread == 0) scores().left = left;
     if (left) return;
     make_operands(w);
     __syncthreads();
     make_squares(thread, warp, lane);
     __syncthreads();
     copy_16_bytes(scores().tile, at(L::kScores), kSquareBytes, thread, L::kThreads);
-    if (warp < kWarps)
+    if (makes_system() && warp < kWarps)
       send_solved<T>(s.diagonal, s.beta, at(L::kSystem), at(L::kSolved), system().high, kSystemBarrier, warp, lane);
   }
 };
@@ -302,11 +334,13 @@ __global__ void __launch_bounds__(Layout<kD>::kThreads, Layout<kD>::kCtas)
   const KeyChunk<T, kD> of{prompt,
                            chunk,
                            blockIdx.x,
+                           blockIdx.y / static_cast<unsigned>(prompt.group),
                            blockIdx.y,
                            shared,
                            *reinterpret_cast<Shared<kD>*>(shared + Layout<kD>::kShared),
                            thread / (kD / 2),
-                           thread % (kD / 2) * 2};
+                           thread % (kD / 2) * 2,
+                           used_boxes<kD>(prompt.args)};
   of.run(maps);
 #endif
 }
@@ -318,14 +352,16 @@ cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStrea
   const auto kernel = PrepareKeysKernel<T, kD>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(prompt.slots), static_cast<unsigned>(prompt.args.v_heads));
+  const dim3 grid(static_cast<unsigned>(prompt.slots), static_cast<unsigned>(prompt.args.heads));
   kernel<<<grid, Layout<kD>::kThreads, kBytes, stream>>>(prompt, maps);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
-  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
+  return prompt.args.key_width <= 64    ? launch_width<T, 64>(prompt, maps, stream)
+         : prompt.args.key_width <= 128 ? launch_width<T, 128>(prompt, maps, stream)
+                                        : launch_width<T, 256>(prompt, maps, stream);
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 // S^T in its accumulators, [value column][key dimension], and makes of each chunk
 //   R^T = V^T - (K S)^T from_state      U^T = R^T T^T      S^T = kept S^T + (to_state U)^T K      O^T = (Q S)^T from_state + U^T P^T
 // where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it, another
-// sends rows of the output after it. Where key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
+// sends rows of the output after it. Where key dimensions have decays of their own, from_state and to_state are in keys and
+// queries, each dimension has its `kept`, and each head of the output walks its state for itself.
 // S, R, U and T enter products as sums of two 16-bit numbers; for O, whose own rounding is as large, S as one.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -36,8 +37,11 @@ struct Barriers {
 template <int kD, int kGroups_, bool kPerKey>
 struct Layout {
   static constexpr int kGroups = kGroups_, kHalves = kD > 128 ? 2 : 1, kWarpgroups = kGroups * kHalves;
-  static_assert(kHalves == 1 || (kGroups == 1 && !kPerKey));
-  static constexpr int kStages = kPerKey || kHalves > 1 ? 2 : 3;
+  static_assert(kHalves == 1 || kGroups == 1);
+  // With decays of more than 128 key dimensions there is room for one chunk. Its tiles go and come in three parts: keys that the
+  // state is multiplied by, values and the system; queries; keys that enter the state, and scores.
+  static constexpr bool kOneChunk = kPerKey && kHalves > 1;
+  static constexpr int kStages = kOneChunk ? 1 : kPerKey || kHalves > 1 ? 2 : 3;
   static constexpr int kQueryStages = kHalves > 1 ? 1 : kGroups == 1 && !kPerKey ? 3 : 2;
   // Those of the warps that copy and send; registers are handed over by warpgroups.
   static constexpr int kThreads = kWarpgroups * kStates + (kWarpgroups == 1 ? 64 : 128);
@@ -48,19 +52,21 @@ struct Layout {
   static constexpr int kValues = (kPerKey ? 2 : 1) * kRows, kSystem = kValues + kGroups * kSquareBytes;
   static constexpr int kSystemBytes = kPerKey ? 2 * kSquareBytes : static_cast<int>(sizeof(Systems));
   static constexpr int kChunkBytes = kSystem + kSystemBytes, kChunkStage = round_up(kChunkBytes, 1024);
-  static constexpr int kScores = kRows, kScoreBytes = static_cast<int>(sizeof(QueryScores)) - (kPerKey ? kRows : 0);
-  static constexpr int kQueryBytes = kScores + kScoreBytes, kQueryStage = round_up(kQueryBytes, 1024);
-  static constexpr int kKeyBytes = kPerKey ? 2 * kRows + kD * 4 : 0;
+  static constexpr int kScoreBytes = kPerKey ? kSquareBytes : static_cast<int>(sizeof(QueryScores));
+  static constexpr int kQueryBytes = kRows + (kOneChunk ? 0 : kScoreBytes), kQueryStage = round_up(kQueryBytes, 1024);
+  static constexpr int kKept = 2 * kRows, kKeyBytes = kPerKey ? kKept + kD * 4 + (kOneChunk ? kScoreBytes : 0) : 0;
   static constexpr int kQueries = kStages * kChunkStage, kKeys = kQueries + kQueryStages * kQueryStage;
+  static constexpr int kScores = kOneChunk ? kKeys + kKept + kD * 4 : kQueries + kRows;  // of the first query stage
   static constexpr int kOut = kKeys + round_up(kKeyBytes, 1024);
-  // Partial sums of halves: two for join(), one for join_in_first().
+  // Partial sums of halves: one for join_in_first(), and two for join(), which has the keys' tiles with kOneChunk.
   static constexpr int kPartBytes = kChunk * kSlice * 4, kParts = kOut + kGroups * kSquareBytes;
-  static constexpr int kBarriers = kParts + (kHalves > 1 ? 3 * kPartBytes : 0);
+  static constexpr int kBarriers = kParts + (kHalves > 1 ? (kOneChunk ? 1 : 3) * kPartBytes : 0);
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kPartBarrier = 1;  // of all warpgroups with states
+constexpr int kHalfBarrier = 2;  // of one; the second half's is the next
 
 // A place in a ring and the parity of its barriers.
 template <int kSlots>
@@ -135,6 +141,20 @@ struct Rows {
   __device__ __forceinline__ void scale(float (&x)[kColumns][4]) const {
     if constexpr (kScaled) multiply(x, factor);
   }
+  // The state's, whose rows are multiples of `unit`, which becomes `inverse`: were they unscaled after each product, the compiler
+  // would keep them twice and spill them.
+  template <int kColumns>
+  __device__ __forceinline__ void rescale(float (&x)[kColumns][4], float (&unit)[2]) const {
+    if constexpr (kScaled) {
+      multiply(x, unit);
+      multiply(x, factor);
+      unit[0] = inverse[0], unit[1] = inverse[1];
+    }
+  }
+  // Products are to be multiplied by `unit` too.
+  __device__ __forceinline__ void multiply_later(const float (&unit)[2]) {
+    if constexpr (kScaled) inverse[0] *= unit[0], inverse[1] *= unit[1];
+  }
   template <int kColumns>
   static __device__ __forceinline__ void multiply(float (&x)[kColumns][4], const float (&by)[2]) {
 #pragma unroll
@@ -155,9 +175,9 @@ struct Cta {
   unsigned char* const shared;
   Barriers& barriers;
   Work work;
-  int64_t head, group;
-  int first_column;  // of this warpgroup
-  int half;          // of the key dimensions, this warpgroup's
+  int64_t head, first_out, group;  // the state's, and the heads of the output that are made
+  int first_column;                // of this warpgroup
+  int half;                        // of the key dimensions, this warpgroup's
 
   static __device__ __forceinline__ int group_of_thread() { return static_cast<int>(threadIdx.x / kStates / L::kHalves); }
   __device__ __forceinline__ uint32_t chunk_at(ChunkTurn turn) const {
@@ -165,6 +185,9 @@ struct Cta {
   }
   __device__ __forceinline__ uint32_t query_at(QueryTurn turn) const {
     return shared_address(shared) + L::kQueries + turn.slot * L::kQueryStage;
+  }
+  __device__ __forceinline__ uint32_t scores_at(QueryTurn turn) const {
+    return shared_address(shared) + L::kScores + turn.slot * L::kQueryStage;
   }
   template <int kSlots>
   static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
@@ -208,6 +231,27 @@ struct Cta {
     mbarrier_arrive(shared_address(full));  // each lane for itself: racecheck does not follow an order through __syncwarp
   }
 
+  // kPerKey: the tiles of records that have key dimensions, and the bytes of the others in one plane.
+  __device__ __forceinline__ int boxes() const { return used_boxes<kD>(prompt.args); }
+  __device__ __forceinline__ uint32_t unused_bytes() const {
+    return static_cast<uint32_t>((L::kBoxes - boxes()) * kSquareBytes);
+  }
+  __device__ __forceinline__ void load_planes(uint32_t to, const unsigned char (&from)[2][L::kRows], uint32_t full) const {
+#pragma unroll
+    for (int plane = 0; plane < 2; ++plane)
+      hopper::bulk_load(to + plane * L::kRows, from[plane], L::kRows - unused_bytes(), full);
+  }
+  // What is never loaded counts as 0; by all threads, before any copy.
+  __device__ __forceinline__ void clear_unused() const {
+    const int first = boxes() * kSquareBytes;
+    if (first == L::kRows) return;
+    const uint32_t base = shared_address(shared);
+    for (const int tile : {0, L::kRows, L::kQueries, L::kKeys, L::kKeys + L::kRows})
+      for (int i = first + 16 * static_cast<int>(threadIdx.x); i < L::kRows; i += 16 * L::kThreads)
+        store_16_bytes(base + tile + i, make_uint4(0, 0, 0, 0));
+    hopper::fence_proxy_async();
+  }
+
   __device__ __forceinline__ void copy() const {
     const Args& args = prompt.args;
     const bool first_lane = threadIdx.x % 32 == 0;
@@ -223,10 +267,11 @@ struct Cta {
       const auto& system = static_cast<const typename L::Systems*>(prompt.systems)[slot * args.v_heads + head];
       wait_until_empty(barriers.chunk_empty, turn);
       if (first_lane) {
-        const uint32_t full = announce(&barriers.chunk_full[turn.slot], foreign < kChunk, L::kChunkBytes);
+        const uint32_t bytes = L::kChunkBytes - (kPerKey ? 2 * unused_bytes() : 0);
+        const uint32_t full = announce(&barriers.chunk_full[turn.slot], foreign < kChunk, bytes);
         const uint32_t to = chunk_at(turn);
         if constexpr (kPerKey) {
-          hopper::bulk_load(to, system.from_state, 2 * L::kRows, full);
+          load_planes(to, system.from_state, full);
           hopper::bulk_load(to + L::kSystem, system.high, L::kSystemBytes, full);
         } else {
 #pragma unroll
@@ -243,21 +288,23 @@ struct Cta {
         clear_rows(chunk_at(turn) + kFirstForeign, L::kValues / kSquareBytes + kGroups - kFirstForeign / kSquareBytes, foreign,
                    &barriers.chunk_full[turn.slot], landed_parity);
       for (int64_t h = 0; h < group; ++h, query_turn.next()) {
-        const int64_t out_head = head * group + h;
+        const int64_t out_head = first_out + h;
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
         const auto& scores = static_cast<const typename L::QueryScores*>(prompt.scores)[slot * args.heads + out_head];
         const bool clears = !kPerKey && foreign < kChunk;
         wait_until_empty(barriers.query_empty, query_turn);
         if (first_lane) {
-          const uint32_t full = announce(&barriers.query_full[query_turn.slot], clears, L::kQueryBytes);
+          const uint32_t bytes = L::kQueryBytes - (kPerKey ? unused_bytes() : 0);
+          const uint32_t full = announce(&barriers.query_full[query_turn.slot], clears, bytes);
           const uint32_t to = query_at(query_turn);
           if constexpr (kPerKey) {
-            hopper::bulk_load(to, &scores, L::kQueryBytes, full);
+            hopper::bulk_load(to, scores.query, L::kRows - unused_bytes(), full);
+            if constexpr (!L::kOneChunk) hopper::bulk_load(scores_at(query_turn), scores.tile, L::kScoreBytes, full);
           } else {
 #pragma unroll
             for (int box = 0; box < L::kBoxes; ++box)
               hopper::tma_load(to + box * kSquareBytes, &maps.query, 64 * box, token, query_head, batch, full);
-            hopper::bulk_load(to + L::kScores, &scores, L::kScoreBytes, full);
+            hopper::bulk_load(scores_at(query_turn), &scores, L::kScoreBytes, full);
           }
         }
         if (clears) clear_rows(query_at(query_turn), L::kBoxes, foreign, &barriers.query_full[query_turn.slot], landed_parity);
@@ -265,8 +312,14 @@ struct Cta {
       if constexpr (kPerKey) {
         wait_until_empty(barriers.keys_empty, key_turn);
         if (first_lane) {
-          const uint32_t full = announce(&barriers.keys_full[key_turn.slot], false, L::kKeyBytes);
-          hopper::bulk_load(shared_address(shared) + L::kKeys, system.to_state, L::kKeyBytes, full);
+          const uint32_t full = announce(&barriers.keys_full[key_turn.slot], false, L::kKeyBytes - 2 * unused_bytes());
+          const uint32_t to = shared_address(shared) + L::kKeys;
+          load_planes(to, system.to_state, full);
+          hopper::bulk_load(to + L::kKept, system.kept, kD * 4, full);
+          if constexpr (L::kOneChunk) {
+            const auto& scores = static_cast<const typename L::QueryScores*>(prompt.scores)[slot * args.heads + first_out];
+            hopper::bulk_load(scores_at(query_turn), scores.tile, L::kScoreBytes, full);
+          }
         }
         key_turn.next();
       }
@@ -327,7 +380,8 @@ struct Cta {
     const Args& args = prompt.args;
     const int64_t entry = args.cu_seqlens == nullptr ? work.request : window % 2;
     const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
-    const int64_t slice = (entry * args.v_heads + head) * slices + first_column / kSlice;
+    const int64_t walk = kPerKey ? entry * args.heads + first_out : entry * args.v_heads + head;
+    const int64_t slice = walk * slices + first_column / kSlice;
     return prompt.carried + (slice * L::kHalves + half) * kStateFloats * kStates + threadIdx.x % kStates;
   }
   __device__ __forceinline__ void load_state(float (&x)[kTiles][4]) const {
@@ -342,6 +396,7 @@ struct Cta {
   }
   __device__ __forceinline__ void store_state(float (&x)[kTiles][4]) const {
     if (first_column >= prompt.args.value_width) return;
+    if (work.ends && first_out != head * prompt.group) return;
     if (!work.ends) {
       float* const to = carried_state(prompt.window + 1);
 #pragma unroll
@@ -363,7 +418,7 @@ struct Cta {
     return *reinterpret_cast<const System*>(shared + turn.slot * L::kChunkStage + L::kSystem);
   }
   __device__ __forceinline__ const Scores& scores_of(QueryTurn turn) const {
-    return *reinterpret_cast<const Scores*>(shared + L::kQueries + turn.slot * L::kQueryStage + L::kScores);
+    return *reinterpret_cast<const Scores*>(shared + L::kScores + turn.slot * L::kQueryStage);
   }
 
   // V^T of a warp's 16 columns, pairs of tokens, [tile][row lane / 4 or 8 later].
@@ -408,7 +463,7 @@ struct Cta {
     for (int64_t chunk = work.first; chunk < work.last; ++chunk) {
       const int64_t token = work.span.begin + chunk * kChunk, left = work.span.end - token;
       for (int64_t h = 0; h < group; ++h, turn.next()) {
-        T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, head * group + h, token));
+        T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, first_out + h, token));
         mbarrier_wait(shared_address(&barriers.out_full[g]), turn.parity);
 #pragma unroll 4
         for (int row = lane / 2 % 4; row < kChunk; row += 4)
@@ -443,16 +498,22 @@ struct Cta {
     join_in_first(out);
   }
   // Two halves of the key dimensions: adds the other half's partial sum to x. Its buffers are free again once both warpgroups
-  // have met in join_in_first() of the same chunk.
+  // have met in join_in_first() of the same chunk. With kOneChunk they are the first tile of each plane of a half's keys, which
+  // have been multiplied by then, and go with these.
   __device__ __forceinline__ void join(float (&x)[8][4]) const {
     if constexpr (L::kHalves > 1) {
-      float* const parts = reinterpret_cast<float*>(shared + L::kParts) + threadIdx.x % kStates;
-      constexpr int kPart = L::kPartBytes / 4;
+      constexpr int kPart = (L::kOneChunk ? L::kRows / 2 : L::kPartBytes) / 4;
+      constexpr int kRest = L::kOneChunk ? L::kRows / 4 - 16 * kStates : 0;  // from the first 16 numbers to the others
+      float* const parts = reinterpret_cast<float*>(shared + (L::kOneChunk ? 0 : L::kParts)) + threadIdx.x % kStates;
+      float* const own = parts + half * kPart;
+      const float* const other = parts + (half ^ 1) * kPart;
+      if constexpr (L::kOneChunk) named_barrier(kHalfBarrier + half, kStates);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) parts[half * kPart + i * kStates] = x[i / 4][i % 4];
+      for (int i = 0; i < 32; ++i) own[i * kStates + i / 16 * kRest] = x[i / 4][i % 4];
       named_barrier(kPartBarrier, L::kWarpgroups * kStates);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) x[i / 4][i % 4] += parts[(half ^ 1) * kPart + i * kStates];
+      for (int i = 0; i < 32; ++i) x[i / 4][i % 4] += other[i * kStates + i / 16 * kRest];
+      if constexpr (L::kOneChunk) hopper::fence_proxy_async();  // copies come next
     }
   }
   // The same for the first half alone, which writes the output. The buffer is free again once both warpgroups have met in
@@ -461,7 +522,7 @@ struct Cta {
   __device__ __forceinline__ void join_in_first(float (&x)[8][4]) const {
     if constexpr (L::kHalves > 1) {
       static_assert(L::kQueryStages == 1);
-      float* const part = reinterpret_cast<float*>(shared + L::kParts + 2 * L::kPartBytes) + threadIdx.x % kStates;
+      float* const part = reinterpret_cast<float*>(shared + L::kBarriers - L::kPartBytes) + threadIdx.x % kStates;
       if (half == 1) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) part[i * kStates] = x[i / 4][i % 4];
@@ -480,7 +541,7 @@ struct Cta {
   // O^T += U^T P^T. float16: times update.factor.
   __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
     update.scale(out);
-    const uint32_t tile = query_at(turn) + L::kScores;
+    const uint32_t tile = scores_at(turn);
     hopper::fence_accumulators(out);
     hopper::warpgroup_arrive();
     by_rows(out, update.low, tile, true);
@@ -494,12 +555,12 @@ struct Cta {
     update.fence();
     update.unscale(out);
     pack_rows(out, rows);
-    arrive(barriers.query_empty, turn);
+    if constexpr (!L::kOneChunk) arrive(barriers.query_empty, turn);
   }
 
   // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
-  __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&x)[8][4],
-                                              QueryTurn& turn, Turn<1>& out_turn, int lane) const {
+  __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&unit)[2],
+                                              const float (&x)[8][4], QueryTurn& turn, Turn<1>& out_turn, int lane) const {
     Rows<T, 8> update;
     update.take(x);
     for (int64_t h = 0; h + 1 < group; ++h) {
@@ -511,6 +572,7 @@ struct Cta {
       turn.next();
       Rows<T, kTiles> states;
       states.take(state);
+      states.multiply_later(unit);
       wait(barriers.query_full, turn);
       multiply_queries<false>(out, states, turn);
       hopper::warpgroup_wait<0>();
@@ -529,13 +591,14 @@ struct Cta {
     uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
     states.take(state);
+    float unit[2] = {1.0f, 1.0f};  // what the state's rows are multiples of
 #pragma unroll 1
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
       wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, own_half(keys), false);
-      if constexpr (kPerKey) by_rows(x, states.high, keys + L::kRows, true);
+      if constexpr (kPerKey) by_rows(x, states.high, own_half(keys + L::kRows), true);
       by_rows(x, states.high, own_half(keys), true);
       hopper::warpgroup_commit();
       wait(barriers.query_full, query_turn);
@@ -579,21 +642,22 @@ struct Cta {
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
-      if constexpr (!kPerKey) {  // which has one head of the output a state
-        if (group > 1) other_heads(out, state, x, query_turn, out_turn, lane);
+      if constexpr (!kPerKey) {  // which has one head of the output a walk
+        if (group > 1) other_heads(out, state, unit, x, query_turn, out_turn, lane);
       }
 
       Rows<T, 8> added, update;
       uint32_t entering = own_half(keys);
       if constexpr (kPerKey) {
         arrive(barriers.chunk_empty, turn);
-        entering = shared_address(shared) + L::kKeys;
+        entering = own_half(shared_address(shared) + L::kKeys);
         added.take(x);
         hopper::warpgroup_wait<0>();
         finish_queries(out, states, query_turn, lane);
         states.fence();
+        if constexpr (L::kOneChunk) arrive(barriers.query_empty, query_turn);
         wait(barriers.keys_full, key_turn);
-        scale_columns(state, reinterpret_cast<const float*>(shared + L::kKeys + 2 * L::kRows), lane);
+        scale_columns(state, reinterpret_cast<const float*>(shared + L::kKeys + L::kKept) + 8 * kTiles * half, lane);
       } else {
         const System& system = system_of(turn);
         added.take(x, system.to_state, lane);
@@ -603,7 +667,7 @@ struct Cta {
 #pragma unroll
           for (int e = 0; e < 4; ++e) state[n][e] *= kept;
       }
-      added.scale(state);
+      added.rescale(state, unit);
       hopper::fence_accumulators(state);
       hopper::warpgroup_arrive();
       enter(state, added.low, entering);
@@ -616,18 +680,16 @@ struct Cta {
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(state);
       added.fence();
-      added.unscale(state);
-      if constexpr (kPerKey) {
-        arrive(barriers.keys_empty, key_turn);
-        key_turn.next();
-      } else {
-        arrive(barriers.chunk_empty, turn);
-      }
+      if constexpr (!kPerKey) arrive(barriers.chunk_empty, turn);
+      else if constexpr (!L::kOneChunk) arrive(barriers.keys_empty, key_turn), key_turn.next();
       states.take(state);
       states.make_now();
+      states.multiply_later(unit);
       hopper::warpgroup_wait<0>();
       finish_scores(out, update, query_turn, rows);
+      if constexpr (L::kOneChunk) arrive(barriers.keys_empty, key_turn), key_turn.next();
     }
+    if constexpr (Rows<T, 8>::kScaled) Rows<T, 8>::multiply(state, unit);
     if (work.first < work.last) put_rows(rows, out_turn, lane);
   }
 
@@ -650,6 +712,7 @@ struct Cta {
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if constexpr (L::kOneChunk) clear_unused();
     __syncthreads();
     if (copies) {
       if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -675,7 +738,9 @@ __global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
     StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps, unsigned slices) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
-  const unsigned unit = blockIdx.x / slices, heads = static_cast<unsigned>(prompt.args.v_heads);
+  const unsigned unit = blockIdx.x / slices, heads = static_cast<unsigned>(kPerKey ? prompt.args.heads : prompt.args.v_heads);
+  const unsigned group = static_cast<unsigned>(prompt.group), walk = unit % heads, head = kPerKey ? walk / group : walk;
+  if (kPerKey && !(walk == head * group ? prompt.firsts : prompt.others)) return;
   const Work work = find_work(prompt.args, prompt.first_slot, prompt.slots, unit / heads);
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -687,8 +752,9 @@ __global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
                                          shared,
                                          *reinterpret_cast<Barriers*>(shared + L::kBarriers),
                                          work,
-                                         unit % heads,
-                                         prompt.group,
+                                         head,
+                                         kPerKey ? walk : head * group,
+                                         kPerKey ? 1 : group,
                                          slice * kSlice,
                                          warpgroup % L::kHalves};
   cta.run();
@@ -704,7 +770,8 @@ cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStre
   if (error != cudaSuccess) return error;
   const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kGroups * kSlice});
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(prompt.args.requests * prompt.args.v_heads * slices));
+  const int64_t walks = prompt.args.requests * (kPerKey ? prompt.args.heads : prompt.args.v_heads);
+  config.gridDim = dim3(static_cast<unsigned>(walks * slices));
   config.blockDim = dim3(Layout<kD, kGroups, kPerKey>::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
@@ -727,14 +794,26 @@ bool pairs_slices(const Args& args, int sm_count) {
   return slices > 1 && paired < alone;
 }
 
+// With decays of key dimensions. Heads of the output that share a state read it at its begin, and the first of them writes it at
+// its end: after all others have read where the two are one buffer.
+template <class T, int kD>
+cudaError_t launch_walks(Prompt prompt, const PromptMaps& maps, cudaStream_t stream) {
+  prompt.firsts = prompt.others = true;
+  if (prompt.group > 1 && prompt.args.final_state != nullptr && prompt.args.initial_state == prompt.args.final_state) {
+    prompt.firsts = false;
+    const cudaError_t error = launch_groups<T, kD, 1, true>(prompt, maps, stream);
+    if (error != cudaSuccess) return error;
+    prompt.firsts = true, prompt.others = false;
+  }
+  return launch_groups<T, kD, 1, true>(prompt, maps, stream);
+}
+
 template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
+  if (prompt.args.decay_per_key) return launch_walks<T, kD>(prompt, maps, stream);
+  // float16's factors of rows leave too few registers for two warpgroups.
   if constexpr (kD <= 128) {
-    if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
-    // float16's factors of rows leave too few registers for two warpgroups.
-    if constexpr (std::is_same<T, __nv_bfloat16>::value) {
-      if (pairs_slices(prompt.args, sm_count)) return launch_groups<T, kD, 2>(prompt, maps, stream);
-    }
+    if (pairs_slices(prompt.args, sm_count)) return launch_groups<T, kD, 2>(prompt, maps, stream);
   }
   return launch_groups<T, kD, 1>(prompt, maps, stream);
 }
@@ -770,7 +849,8 @@ struct RecordSizes {
 RecordSizes record_sizes(const Args& args) {
   if (!args.decay_per_key) return {sizeof(System), sizeof(Scores)};
   if (args.key_width <= 64) return {sizeof(KeySystem<64>), sizeof(KeyScores<64>)};
-  return {sizeof(KeySystem<128>), sizeof(KeyScores<128>)};
+  if (args.key_width <= 128) return {sizeof(KeySystem<128>), sizeof(KeyScores<128>)};
+  return {sizeof(KeySystem<256>), sizeof(KeyScores<256>)};
 }
 
 int64_t all_slots(const Args& args) {
@@ -784,11 +864,11 @@ bool prompt_fits(const Args& args, const CudaTarget& target) {
   if (!args.delta && !args.decay_per_key) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
-  if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
+  if (args.key_width > 256 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
-  if (args.decay_per_key && args.heads != args.v_heads) return false;  // prepare_keys.cu has one head of the output a state
-  if (args.v_heads > kMaxRows) return false;
-  return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
+  const int64_t heads = args.decay_per_key ? args.heads : args.v_heads;  // of CTAs
+  if (heads > kMaxRows) return false;
+  return args.requests > 0 && all_slots(args) * heads < kMaxBlocks && runs_hopper_code(target);
 }
 
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched) {
@@ -810,7 +890,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const int64_t entries = args.packed ? 2 : args.requests;
   const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
   const int64_t state_floats = kStateFloats * kStates * (args.key_width > 128 ? 2 : 1);
-  prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * state_floats : 0);
+  const int64_t walks = entries * (args.decay_per_key ? args.heads : args.v_heads);
+  prompt.carried = ws.scratch<float>(window_slots < slots ? walks * slices * state_floats : 0);
   if (ws.counting()) return cudaSuccess;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaSuccess;

@@ -42,14 +42,17 @@ __device__ __forceinline__ uint32_t element_offset(int row, int column) {
 
 // Eight neighbouring numbers of a row.
 template <class T>
-__device__ __forceinline__ void load_8(uint32_t tile, int row, int chunk, float (&x)[8]) {
-  const uint4 bits = load_16_bytes(tile + chunk_offset<kChunk>(row, chunk));
+__device__ __forceinline__ void unpack_8(uint4 bits, float (&x)[8]) {
   const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 pair = unpack_pair(T{}, pairs[i]);
     x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
   }
+}
+template <class T>
+__device__ __forceinline__ void load_8(uint32_t tile, int row, int chunk, float (&x)[8]) {
+  unpack_8<T>(load_16_bytes(tile + chunk_offset<kChunk>(row, chunk)), x);
 }
 
 // The factor of a row: `scale`, over its length with normalize.

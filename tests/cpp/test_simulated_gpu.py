@@ -596,22 +596,39 @@ def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_gated_delta_rule_on_hopper_with_wide_keys(delta_rule, dtype):
-    """Two warpgroups have half of the dimensions each: one head and several of a state, several windows."""
-    before = products(delta_rule, "group_products")
-    for n, heads, d, dv, packed in (
-        (64, (1, 1, 1), 256, 64, None),
-        (150, (2, 2, 6), 160, 40, None),
-        (70, (4, 1, 2), 192, 72, None),
-        (300, (1, 1, 1), 136, 16, [5, 5, 70, 290]),
+@pytest.mark.parametrize("decay", ("token", "key", "edge", "mixed"))
+def test_gated_delta_rule_on_hopper_with_wide_keys(delta_rule, decay, dtype):
+    """Two warpgroups have half of the dimensions each: one head and several of a state, several windows. Up to 192 dimensions a
+    tile of records stays empty."""
+    for n, heads, d, dv, packed, v_first in (
+        (64, (1, 1, 1), 256, 64, None, 1),
+        (150, (2, 2, 6), 160, 40, None, 0),
+        (70, (4, 1, 2), 192, 72, None, 1),
+        (300, (1, 1, 1), 136, 16, [5, 5, 70, 290], 1),
+        (40, (1, 1, 1), 200, 184, None, 0),
+        (130, (2, 1, 1), 240, 88, [0, 64, 129], 0),
     ):
-        inputs = delta_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype=dtype, packed=packed, state=True, v_first=1)
-        check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1, "state_v_first": 1})
+        before = products(delta_rule, "group_products")
+        facts = dict(b=1, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, packed=packed, state=True, v_first=v_first)
+        attrs = {"return_state": 1, "normalize_qk": 1, "state_v_first": v_first}
+        check_delta_rule(delta_rule, delta_cases.make(n, **facts), attrs)
+        assert products(delta_rule, "group_products") > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", (32, 136))
+def test_heads_that_share_a_state_on_hopper_in_place(delta_rule, d):
+    """With decays of key dimensions each head walks the state for itself, and one writes it where all read it."""
+    before = products(delta_rule, "group_products")
+    for n, b, heads, packed in ((130, 1, (6, 1, 2), None), (70, 2, (2, 1, 1), None), (130, 1, (2, 1, 1), [0, 66, 130])):
+        inputs = delta_cases.make(n, b=b, heads=heads, d=d, dv=24, dtype="bfloat16", decay="key", packed=packed, state=True)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1}, in_place=True)
     assert products(delta_rule, "group_products") > before
 
 
 @pytest.mark.slow
-def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm, dtype):
     """More of them than there are multiprocessors: a CTA takes 128."""
     folder = delta_rule_on_one_sm
     before = products(folder, "group_products")
@@ -620,7 +637,7 @@ def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
         (66, (1, 1, 2), 64, 200, None),
         (300, (1, 1, 1), 32, 72, [5, 5, 70, 290]),
     ):
-        inputs = delta_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype="bfloat16", packed=packed, state=True)
+        inputs = delta_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype=dtype, packed=packed, state=True)
         check_delta_rule(folder, inputs, {"return_state": 1, "normalize_qk": 1}, sms=1)
     assert products(folder, "group_products") > before
 
@@ -646,11 +663,11 @@ def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, decay, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay, d", (("token", 16), ("key", 16), ("key", 136)))
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state"))
-def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role, decay):
+def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role, decay, d):
     for dtype, bad in (("bfloat16", float("nan")), ("float16", float("inf"))):
-        inputs = delta_cases.make(70, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, decay=decay, state=True)
+        inputs = delta_cases.make(70, heads=(2, 2, 4), d=d, dv=24, dtype=dtype, decay=decay, state=True)
         attrs = {"return_state": 1, "normalize_qk": 1}
         clean = run_simulated(delta_rule, delta_cases.NAME, inputs, attrs)
         inputs[role] = inputs[role].clone()
@@ -712,6 +729,8 @@ def test_key_decays_on_hopper(linear_decay, decay):
         (150, (1, 1, 3), 128, 72, dict(v_first=1, beta=False)),
         (130, (2, 2, 2), 96, 24, dict(normalize=True)),
         (400, (2, 1, 2), 32, 40, dict(packed=[3, 3, 4, 67, 131, 196, 396], pool=True, v_first=1)),
+        (70, (4, 2, 2), 32, 24, dict(normalize=True)),
+        (100, (2, 1, 1), 176, 40, dict(normalize=True, v_first=1)),
     ):
         inputs = key_decay_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype="bfloat16", decay=decay, state=True, **options)
         attrs = {"return_state": 1, "state_v_first": options.get("v_first", 0), "normalize": int(options.get("normalize", 0))}

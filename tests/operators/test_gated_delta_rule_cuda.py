@@ -64,8 +64,8 @@ def kernels_of(inputs, attrs, name=NAME):
 
 
 def test_which_kernel_runs():
-    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension or D above 128 on Hopper only,
-    and not with both."""
+    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension or D above 128 on Hopper
+    only."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for n, options, chunks in (
         (200, {"dtype": "bfloat16"}, True),
@@ -75,7 +75,8 @@ def test_which_kernel_runs():
         (200, {"dtype": "bfloat16", "decay": "key"}, hopper),
         (4, {"dtype": "bfloat16", "decay": "key"}, False),
         (200, {"dtype": "bfloat16", "d": 256}, hopper),
-        (200, {"dtype": "bfloat16", "d": 136, "decay": "key"}, False),
+        (200, {"dtype": "bfloat16", "d": 136, "decay": "key"}, hopper),
+        (200, {"dtype": "bfloat16", "heads": (4, 1, 2), "decay": "key"}, hopper),
     ):
         names = kernels_of(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
         assert ("RecurrenceKernel" in names) == (not chunks), names
@@ -97,6 +98,9 @@ def test_prompts(heads, decay, dtype):
         (65, 64, 8, "bhnd"),
         (260, 256, 128, "bhnd"),
         (130, 136, 72, "bnhd"),
+        (330, 160, 88, "bnhd"),
+        (129, 200, 184, "bhnd"),
+        (300, 240, 136, "bhnd"),
     ):
         inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, layout=layout, state=True, unit=False)
         check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout})
@@ -174,18 +178,20 @@ def test_adversarial_inputs(per_key, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_key_dimensions_that_decay_unlike_each_other(dtype):
+@pytest.mark.parametrize("d", (128, 240))
+def test_key_dimensions_that_decay_unlike_each_other(d, dtype):
     """Some keep all, some forget a little each token, some nearly all, some all at once."""
-    inputs = make(1000, b=1, d=128, dv=64, dtype=dtype, decay="key", state=True)
+    inputs = make(1000, b=1, d=d, dv=64, dtype=dtype, decay="key", state=True)
     rates = torch.tensor((0.0, 1e-5, 1e-2, 1.0, 20.0, 103.0, 105.0, float("inf")))
-    inputs["log_decay"] = -rates.repeat(16).expand(1, 4, 1000, 128).contiguous()
+    inputs["log_decay"] = -rates.repeat(d // 8).expand(1, 4, 1000, d).contiguous()
     check(inputs, {"return_state": 1, "normalize_qk": 1})
 
 
 @pytest.mark.parametrize("size", (1e-12, 1e12))
-def test_rows_of_unusual_size(size):
+@pytest.mark.parametrize("d", (128, 192))
+def test_rows_of_unusual_size(d, size):
     """Of queries, and of keys that are short: products of ratios would leave float32's range."""
-    inputs = make(200, heads=(2, 2, 2), d=128, dv=64, dtype="bfloat16", decay="edge", state=True)
+    inputs = make(200, heads=(2, 2, 2), d=d, dv=64, dtype="bfloat16", decay="edge", state=True)
     inputs["query"] = inputs["query"] * size
     if size < 1:
         inputs["key"] = inputs["key"] * size
