@@ -15,8 +15,6 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-constexpr int kBefore = kBlocks * (kBlocks - 1) / 2;  // blocks below those on the diagonal
-
 // kD: dimensions of a pass.
 template <int kD, int kPasses>
 struct Shared {
@@ -40,7 +38,8 @@ struct Layout {
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int kSystemBarrier = 1;  // of four warps
+constexpr int kBefore = kBlocks * (kBlocks - 1) / 2;  // blocks below those on the diagonal
+constexpr int kSystemBarrier = 1;                     // of four warps
 
 // Where a dimension's decay stands in its token's row: lanes that read four each, eight dimensions apart, read neighbours.
 __device__ __forceinline__ int decay_place(int d) { return d / 64 * 64 + d % 8 / 4 * 32 + d / 8 % 8 * 4 + d % 4; }

@@ -297,6 +297,7 @@ int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws)
   if (ws.counting()) return cudaSuccess;
   if (!args.token_by_token && chunked_fits(args, target.device)) return launch_chunked(args, target);
   if (steps_fit(args)) return launch_steps(args, target);
+  if (!args.token_by_token && float_chunks_fit(args, target.device)) return launch_float_chunks(args, target);
   return with_type(args.dtype, [&](auto type) { return launch_type<decltype(type)>(args, stream); });
 }
 

@@ -57,6 +57,7 @@ struct Layout {
   static constexpr int kKept = 2 * kRows, kKeyBytes = kPerKey ? kKept + kD * 4 + (kOneChunk ? kScoreBytes : 0) : 0;
   static constexpr int kQueries = kStages * kChunkStage, kKeys = kQueries + kQueryStages * kQueryStage;
   static constexpr int kScores = kOneChunk ? kKeys + kKept + kD * 4 : kQueries + kRows;  // of the first query stage
+  static_assert(kScores % 1024 == 0, "products read tiles whose lines are swizzled");
   static constexpr int kOut = kKeys + round_up(kKeyBytes, 1024);
   // Partial sums of halves: one for join_in_first(), and two for join(), which has the keys' tiles with kOneChunk.
   static constexpr int kPartBytes = kChunk * kSlice * 4, kParts = kOut + kGroups * kSquareBytes;
@@ -811,7 +812,6 @@ cudaError_t launch_walks(Prompt prompt, const PromptMaps& maps, cudaStream_t str
 template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
   if (prompt.args.decay_per_key) return launch_walks<T, kD>(prompt, maps, stream);
-  // float16's factors of rows leave too few registers for two warpgroups.
   if constexpr (kD <= 128) {
     if (pairs_slices(prompt.args, sm_count)) return launch_groups<T, kD, 2>(prompt, maps, stream);
   }

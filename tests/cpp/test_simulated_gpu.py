@@ -570,6 +570,24 @@ def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
 
 
 @pytest.mark.slow
+def test_gated_delta_rule_in_chunks_of_float32(delta_rule):
+    """On the ordinary cores: cut widths and ends of chunks, both orders of states, shared heads, packed requests with tokens of
+    none, pools in place."""
+    for n, b, heads, d, dv, decay, options in (
+        (64, 1, (1, 1, 1), 64, 64, "token", {}),
+        (150, 1, (1, 1, 2), 128, 72, "token", dict(v_first=1)),
+        (70, 2, (4, 1, 2), 20, 12, None, dict(unit=False, layout="bnhd")),
+        (130, 1, (2, 2, 2), 100, 24, -100.0, {}),
+        (300, 1, (2, 1, 1), 32, 40, "token", dict(packed=[3, 3, 70, 135, 290], pool=True)),
+        (200, 1, (1, 1, 1), 128, 16, -1e-5, {}),
+    ):
+        inputs = delta_cases.make(n, b=b, heads=heads, d=d, dv=dv, decay=decay, state=True, **options)
+        attrs = {"return_state": 1, "state_v_first": options.get("v_first", 0), "layout": options.get("layout", "bhnd")}
+        for normalize in {1, int(not options.get("unit", True))}:
+            check_delta_rule(delta_rule, inputs, attrs | {"normalize_qk": normalize}, in_place=bool(options.get("pool")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("decay", ("token", "key", "edge"))
 def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):

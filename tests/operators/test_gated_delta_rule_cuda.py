@@ -64,14 +64,17 @@ def kernels_of(inputs, attrs, name=NAME):
 
 
 def test_which_kernel_runs():
-    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension or D above 128 on Hopper
-    only."""
+    """Steps go token by token, prompts in chunks; with decays of each key dimension or D above 128 on Hopper only, and not in
+    float32."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for n, options, chunks in (
         (200, {"dtype": "bfloat16"}, True),
         (200, {"dtype": "float16"}, True),
         (4, {"dtype": "bfloat16"}, False),
-        (200, {"dtype": "float32"}, False),
+        (200, {"dtype": "float32"}, True),
+        (4, {"dtype": "float32"}, False),
+        (200, {"dtype": "float32", "d": 256}, False),
+        (200, {"dtype": "float32", "decay": "key"}, False),
         (200, {"dtype": "bfloat16", "decay": "key"}, hopper),
         (4, {"dtype": "bfloat16", "decay": "key"}, False),
         (200, {"dtype": "bfloat16", "d": 256}, hopper),
@@ -79,14 +82,16 @@ def test_which_kernel_runs():
         (200, {"dtype": "bfloat16", "heads": (4, 1, 2), "decay": "key"}, hopper),
     ):
         names = kernels_of(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
+        in_float = chunks and options["dtype"] == "float32"
         assert ("RecurrenceKernel" in names) == (not chunks), names
-        assert ("StatesKernel" in names) == (chunks and hopper), names
+        assert ("FloatChunksKernel" in names) == in_float, names
+        assert ("StatesKernel" in names) == (chunks and hopper and not in_float), names
         for kernel in ("PrepareKeysKernel", "PrepareSteepKeysKernel"):
             assert (kernel in names) == (chunks and hopper and options.get("decay") == "key"), names
-        assert ("ChunkedKernel" in names) == (chunks and not hopper), names
+        assert ("ChunkedKernel" in names) == (chunks and not hopper and not in_float), names
 
 
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decay", ("token", "key", "edge"))
 @pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
 def test_prompts(heads, decay, dtype):
@@ -106,7 +111,7 @@ def test_prompts(heads, decay, dtype):
         check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout})
 
 
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decay", ("token", "key", "edge"))
 @pytest.mark.parametrize("in_place", (False, True))
 def test_packed_prompts(in_place, decay, dtype):
