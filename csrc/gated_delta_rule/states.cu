@@ -171,6 +171,8 @@ struct Cta {
   using ChunkTurn = Turn<L::kStages>;
   using QueryTurn = Turn<L::kQueryStages>;
   static constexpr int kTiles = kD / L::kHalves / 8;
+  // Q S comes after U, not beside it, where there are too few registers for both: ptxas would have each product wait.
+  static constexpr bool kLateQueries = L::kOneChunk;
   const Prompt& prompt;
   const PromptMaps& maps;
   unsigned char* const shared;
@@ -602,12 +604,14 @@ struct Cta {
       if constexpr (kPerKey) by_rows(x, states.high, own_half(keys + L::kRows), true);
       by_rows(x, states.high, own_half(keys), true);
       hopper::warpgroup_commit();
-      wait(barriers.query_full, query_turn);
-      multiply_queries<false>(out, states, query_turn);
+      if constexpr (!kLateQueries) {
+        wait(barriers.query_full, query_turn);
+        multiply_queries<false>(out, states, query_turn);
+      }
       if (chunk > work.first) put_rows(rows, out_turn, lane);
       uint32_t values[8][2];
       load_values(keys + L::kValues + group_of_thread() * kSquareBytes, warp, lane, values);
-      hopper::warpgroup_wait<1>();
+      hopper::warpgroup_wait<kLateQueries ? 0 : 1>();
       hopper::fence_accumulators(x);
 
       // R, then U.
@@ -632,17 +636,22 @@ struct Cta {
       by_rows(x, rest.low, keys + L::kSystem, true);
       by_rows(x, rest.high, keys + L::kSystem, true);
       hopper::warpgroup_commit();
-      if constexpr (kPerKey) {
-        multiply_queries<true>(out, states, query_turn);
-      } else {
+      if constexpr (!kPerKey) {
         hopper::warpgroup_wait<1>();
         finish_queries(out, states, query_turn, lane);
         states.fence();
+      } else if constexpr (!kLateQueries) {
+        multiply_queries<true>(out, states, query_turn);
       }
-      hopper::warpgroup_wait<kPerKey ? 1 : 0>();
+      hopper::warpgroup_wait<kPerKey && !kLateQueries ? 1 : 0>();
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
+      if constexpr (kLateQueries) {
+        wait(barriers.query_full, query_turn);
+        multiply_queries<false>(out, states, query_turn);
+        multiply_queries<true>(out, states, query_turn);
+      }
       if constexpr (!kPerKey) {  // which has one head of the output a walk
         if (group > 1) other_heads(out, state, unit, x, query_turn, out_turn, lane);
       }
