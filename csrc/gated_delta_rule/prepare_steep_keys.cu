@@ -53,7 +53,7 @@ struct KeyChunk {
   using Sums = float[kOfWarp][2][4];
   const Prompt& prompt;
   const ChunkPlace chunk;
-  const int64_t slot, head, out_head;
+  const unsigned slot, head, out_head;
   unsigned char* const shared;
   Shared<kD, kPasses>& s;
   int pass = 0;
@@ -64,7 +64,7 @@ struct KeyChunk {
   }
   __device__ __forceinline__ KeySystem<kAll>& system() const { return key_system<kAll>(prompt, slot, head); }
   __device__ __forceinline__ KeyScores<kAll>& scores() const { return key_scores<kAll>(prompt, slot, out_head); }
-  __device__ __forceinline__ bool makes_system() const { return out_head == head * prompt.group; }
+  __device__ __forceinline__ bool makes_system() const { return out_head == head * static_cast<unsigned>(prompt.group); }
 
   // Two columns of a block of 16 tokens.
   struct Columns {
@@ -308,9 +308,10 @@ struct KeyChunk {
     const Args& args = prompt.args;
     const int row = thread / 4 % kChunk, chunks = static_cast<int>(args.key_width) / 8;
     const bool of_keys = thread < 4 * kChunk;
-    const T* const from =
-        of_keys ? row_of<T>(args.key, args.key_strides, chunk.batch, head / prompt.of_key, chunk.token + row)
-                : row_of<T>(args.query, args.query_strides, chunk.batch, out_head / prompt.of_query, chunk.token + row);
+    const T* const from = of_keys ? row_of<T>(args.key, args.key_strides, chunk.batch,
+                                              head / static_cast<unsigned>(prompt.of_key), chunk.token + row)
+                                  : row_of<T>(args.query, args.query_strides, chunk.batch,
+                                              out_head / static_cast<unsigned>(prompt.of_query), chunk.token + row);
     float squares = 0.0f;
     for (int part = thread % 4; args.normalize && row < chunk.tokens && part < chunks; part += 4) {
       float x[8];
