@@ -1,7 +1,7 @@
-// The gated delta rule in chunks of 64 tokens for prompts in float32, with a decay of each token, as chunked.cu has it but on the
-// ordinary cores: 16 bits, or 11, would not do. A CTA has one state and 64 of its value columns; rows of keys and queries, the
-// state, -M, P and U are floats in shared memory. Threads are 16 x 16: (y, x) has tokens y, y + 16 .. of rows, and of columns those
-// from 4 x on, or where they are tokens x, x + 16 ..
+// The gated delta rule in chunks of 64 tokens for prompts in float32 with a decay of each token, as chunked.cu has it, but on
+// the ordinary cores: two 16-bit numbers are not as exact as one of 32. A CTA has one state and 64 of its value columns. Rows of
+// keys and queries, the state, -M, P and U are floats in shared memory. Threads are 16 x 16: (y, x) has tokens y, y + 16 .. of
+// rows, and columns from 4 x on; where columns are tokens, x, x + 16 ..
 #include <cuda_runtime.h>
 
 #include "core/op.h"

@@ -20,8 +20,8 @@ __device__ __forceinline__ void copy_16_bytes(unsigned char* to, uint32_t from, 
   for (int i = 16 * thread; i < bytes; i += 16 * threads) *reinterpret_cast<uint4*>(to + i) = load_16_bytes(from + i);
 }
 
-// Rows of a chunk, asked for by one thread and waited for by others: `boxes` of 64 columns from column `first` on. Rows of other
-// requests after the chunk's last become 0, for which all `threads` that wait meet at `meet`.
+// Rows of a chunk, asked for by one thread and waited for by others: `boxes` of 64 columns from column `first` on. Rows of
+// other requests after the chunk's last become 0, for which all `threads` that wait meet at `meet`.
 template <int kD>
 __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t to, const ChunkPlace& chunk, int head, uint32_t full,
                                           int first = 0, int boxes = kD / 64) {
@@ -151,8 +151,8 @@ __device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][k
   copy_16_bytes(to, solved, 2 * kSquareBytes, 32 * warp + lane, kThreads);
 }
 
-// Where key dimensions have decays of their own. The beta of a chunk's token, 0 past its last, and the factor of its query, of a
-// head of the output. Without `delta` M is 0, and so are the keys that read from the state.
+// Where key dimensions have decays of their own. The beta of a chunk's token, 0 past its last, and the factor of its query, of
+// a head of the output. Without `delta` M is 0, and so are the keys that read from the state.
 __device__ __forceinline__ float beta_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
   if (t >= chunk.tokens) return 0.0f;
   return args.beta != nullptr ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 1.0f;

@@ -38,8 +38,8 @@ template <int kD, int kGroups_, bool kPerKey>
 struct Layout {
   static constexpr int kGroups = kGroups_, kHalves = kD > 128 ? 2 : 1, kWarpgroups = kGroups * kHalves;
   static_assert(kHalves == 1 || kGroups == 1);
-  // With decays of more than 128 key dimensions there is room for one chunk. Its tiles go and come in three parts: keys that the
-  // state is multiplied by, values and the system; queries; keys that enter the state, and scores.
+  // With decays of more than 128 key dimensions there is room for one chunk. Its tiles go and come in three parts: keys that
+  // the state is multiplied by, values and the system; queries; keys that enter the state, and scores.
   static constexpr bool kOneChunk = kPerKey && kHalves > 1;
   static constexpr int kStages = kOneChunk ? 1 : kPerKey || kHalves > 1 ? 2 : 3;
   static constexpr int kQueryStages = kHalves > 1 ? 1 : kGroups == 1 && !kPerKey ? 3 : 2;
@@ -142,8 +142,8 @@ struct Rows {
   __device__ __forceinline__ void scale(float (&x)[kColumns][4]) const {
     if constexpr (kScaled) multiply(x, factor);
   }
-  // The state's, whose rows are multiples of `unit`, which becomes `inverse`: were they unscaled after each product, the compiler
-  // would keep them twice and spill them.
+  // The state's, whose rows are multiples of `unit`, which becomes `inverse`: were they unscaled after each product, the
+  // compiler would keep them twice and spill them.
   template <int kColumns>
   __device__ __forceinline__ void rescale(float (&x)[kColumns][4], float (&unit)[2]) const {
     if constexpr (kScaled) {
@@ -804,8 +804,8 @@ bool pairs_slices(const Args& args, int sm_count) {
   return slices > 1 && paired < alone;
 }
 
-// With decays of key dimensions. Heads of the output that share a state read it at its begin, and the first of them writes it at
-// its end: after all others have read where the two are one buffer.
+// With decays of key dimensions. Heads of the output that share a state read it at its begin, and the first of them writes it
+// at its end: after all others have read where the two are one buffer.
 template <class T, int kD>
 cudaError_t launch_walks(Prompt prompt, const PromptMaps& maps, cudaStream_t stream) {
   prompt.firsts = prompt.others = true;
