@@ -67,9 +67,10 @@ def integers(packed):
 
 
 def matrix(packed, scale, shift, dtype):
-    """[outputs,inputs], computed in this type."""
-    found = integers(packed).astype(dtype) * scale.astype(dtype)[..., None]
-    return (found if shift is None else found + shift.astype(dtype)[..., None]).reshape(len(packed), -1)
+    """[outputs,inputs]."""
+    wide = np.promote_types(dtype, np.float32)  # arithmetic of float16 is slow here
+    found = integers(packed).astype(wide) * scale.astype(wide)[..., None]
+    return (found if shift is None else found + shift.astype(wide)[..., None]).reshape(len(packed), -1).astype(dtype)
 
 
 def ours(i, packed, scale, shift):

@@ -83,7 +83,8 @@ def test_which_kernel_runs():
     ):
         names = kernels_of(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
         in_float = chunks and options["dtype"] == "float32"
-        assert ("RecurrenceKernel" in names) == (not chunks), names
+        assert ("StepsKernel" in names) == (n == 4), names
+        assert ("RecurrenceKernel" in names) == (n != 4 and not chunks), names
         assert ("FloatChunksKernel" in names) == in_float, names
         assert ("StatesKernel" in names) == (chunks and hopper and not in_float), names
         for kernel in ("PrepareKeysKernel", "PrepareSteepKeysKernel"):
