@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <type_traits>
 
 #include "core/cuda_target.h"
@@ -346,7 +345,6 @@ OneSegmentDevice this_device(int sm_count) {
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
   if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;  // also of those that are converted
-  if (const char* text = std::getenv("LEANFLEET_ROW_TILE")) return std::atoi(text);
   return for_wgmma_widths(args.key_width, args.value_width, [](auto keys, auto values) {
     return WgmmaTile<decltype(keys)::value, false, decltype(values)::value>::kRows;
   });

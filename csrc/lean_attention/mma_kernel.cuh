@@ -296,7 +296,7 @@ struct TileProducer {
       Unit unit = range.unit;
       RingPlace begun(0, kQueue);                                  // the unit before those that were told last
       int ahead = unit.tiles.end - unit.tiles.begin <= 2 ? 2 : 1;  // sooner done than the next one is taken
-      if (min32(args.group * args.tokens, args.plan.row_tile) <= Tile::kGroupRows)
+      if (args.group * args.tokens <= Tile::kGroupRows)
         ahead = min32(ahead + Tile::kWarpgroups - 1, kQueue - 1);  // many at once
 #pragma unroll 1
       for (int turn = 1;; ++turn) {

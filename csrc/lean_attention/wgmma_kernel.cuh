@@ -603,7 +603,7 @@ struct WarpgroupConsumer {
     for (int c = 0; c < 2; ++c) {
       const int row = 16 * warp + lane / 4 + 8 * c;
       if (all.begin + row >= all.end) continue;
-      const int64_t at = static_cast<int64_t>(segment.slot) * args.plan.row_tile + row;
+      const int64_t at = static_cast<int64_t>(segment.slot) * Tile::kRows + row;
       float* const to = args.partial_output + at * columns + lane % 4 * 2;
 #pragma unroll
       for (int d = 0; d < kValueWidth / 8; ++d)
@@ -671,7 +671,7 @@ struct WarpgroupConsumer {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const bool there = i0 + i < count;
-            const int64_t slot = static_cast<int64_t>(slot_of(first, i0 + i)) * args.plan.row_tile;
+            const int64_t slot = static_cast<int64_t>(slot_of(first, i0 + i)) * Tile::kRows;
             const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
 #pragma unroll
             for (int r = 0; r < kAtOnce; ++r) {
@@ -724,8 +724,9 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kTh
                 const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = WgmmaTile<kWidth, kConverts, kValueWidth>;
-  Args args = launch_args;  // so that the compiler knows the plan's constant
+  Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
+  args.plan.row_tile = Tile::kRows;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0),
             lane = threadIdx.x % 32;  // so that the compiler sees it uniform
   extern __shared__ char raw[];
