@@ -9,10 +9,10 @@ sees it.
     python -m bench.models.vllm table OUT --ours OURS.json ... [--vllm VLLM.json ...] [--genai GENAI.json ...]
 
 `table` writes OUT.json, lines {"kind", "model", "batch", "context", "ours", "vllm", "ratio"}, and OUT.md; of
-onnxruntime-genai's engine "genai" and "genai_ratio". A ratio above 1 means that ours is faster. Weights are random on all sides,
-drawn from the same distribution: vLLM's dummy weights, norms too, are within 1e-3, so that what a gate gives is zeros in float16,
-and a GPU that is held back by its power multiplies zeros faster. Answers end at their length. Files are written after each line, so that a run that is stopped
-leaves what it has; a table has the lines of ours that a peer has too.
+onnxruntime-genai's engine "genai" and "genai_ratio". A ratio above 1 means that ours is faster. Weights are random on all
+sides, drawn from the same distribution: vLLM's dummy weights, norms too, are within 1e-3, so that gates give zeros in float16,
+and a GPU that its power holds back multiplies zeros faster. Answers end at their length. Files are written after each line, so
+that a run that is stopped leaves what it has; a table has the lines of ours that a peer has too.
 
 --kernels times nothing and says in which kernels two lines spend the time of prompts and steps, by torch's profiler.
 
