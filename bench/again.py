@@ -62,7 +62,10 @@ MEASUREMENTS = (
     Measurement("causal_conv_h200", GPU, ("kernels.causal_conv STEM --drawn 20",)),
     Measurement("decay_gates_h200", GPU, ("kernels.decay_gates STEM --drawn 20 --rounds 15",)),
     Measurement("gated_activation_h200", GPU, ("kernels.gated_activation STEM",)),
-    Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --drawn 1",)),
+    Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --only named --rounds 15",)),
+    Measurement(
+        "gated_delta_rule_drawn_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --only drawn --drawn 30 --rounds 15",)
+    ),
     Measurement(
         "quantised_caches_h200",
         GPU,
@@ -100,11 +103,25 @@ MEASUREMENTS = (
         GPU,
         ("models.decoder_methods --device cuda --load bench/kernels/triton_baselines.py --limit 12 --out OUT",),
     ),
+    Measurement(
+        "hybrids_h200",
+        GPU,
+        ("models.hybrids export WORK/hybrids --dtype float16 --weightless", "models.hybrids run WORK/hybrids OUT"),
+    ),
+    Measurement(
+        "hybrids_nemotron_h200",
+        GPU,
+        (
+            "models.hybrids export WORK/hybrids_nemotron --shape nemotron-h-8b-13-layers --thin",
+            "models.hybrids run WORK/hybrids_nemotron OUT",
+        ),
+    ),
     Measurement("end_to_end_h200", GPU, ("models.end_to_end --energy --out OUT",)),
     linear_decoder("retnet", 24),
     linear_decoder("minimax", 2),
     Measurement("generate_h200", GPU, ("models.generate --provider CUDA --dtype float16 --work WORK/generate --out OUT",)),
     *(serving(s, b, g) for s, b in (("llama-1b", 16), ("llama-1b", 64), ("smollm2", 16)) for g in (False, True)),
+    Measurement("block_linear_h200", GPU, ("kernels.block_linear STEM --cuda --seed SEED --rounds 11",)),
     Measurement("block_linear_cpu", CPU, ("kernels.block_linear STEM --seed SEED --shapes 30 --rounds 7",)),
     Measurement("cpu_avx2", CPU, ("kernels.cpu --isa avx2 --threads 2 --out OUT",)),
     Measurement("cpu_avx512", CPU, ("kernels.cpu --isa avx512 --threads 2 --out OUT",)),
