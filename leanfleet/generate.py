@@ -94,6 +94,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "`leanfleet generate` is faster with it on a GPU",
     )
     export.add_argument(
+        "--page",
+        type=int,
+        metavar="TOKENS",
+        help="with --serve: tokens of a page of keys and values (default: 64); fewer waste less room, and prompts take longer "
+        "on a GPU",
+    )
+    export.add_argument(
         "--tensor-parallel",
         type=int,
         metavar="W",
@@ -364,6 +371,10 @@ def check_export(arguments: argparse.Namespace) -> None:
         )
     if arguments.calibrate is None and arguments.scales is not None:
         raise ValueError("--scales goes with --calibrate FILE, whose text scales are found on")
+    if arguments.page is not None and not arguments.serve:
+        raise ValueError("--page is the size of pages for serving: it goes with --serve")
+    if arguments.page is not None and arguments.page < 1:
+        raise ValueError(f"--page is {arguments.page}; a page has 1 token or more")
     if arguments.calibrate is not None and arguments.cache is None:
         raise ValueError("--calibrate finds scales of quantised caches: say which, such as --cache fp8")
     if arguments.calibrate is not None and not Path(arguments.calibrate).is_file():
@@ -422,7 +433,7 @@ def _export(arguments: argparse.Namespace) -> None:
         export_decoder(model, new, tokenizer, whole_experts=arguments.whole_experts, **shared, **options)
         if arguments.serve:
             say("exporting it for serving ...")
-            add_serving(model, new, **options)
+            add_serving(model, new, **({} if arguments.page is None else {"block": arguments.page}), **options)
 
 
 def describe_verification(verified: dict[str, Any] | None) -> str:

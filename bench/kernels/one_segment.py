@@ -34,7 +34,7 @@ WAYS = (
     (True, 0),
 )  # small CTAs; CTAs of a unit, 0: as many as run at once
 MOST_ROWS, MOST_KEYS, MOST_BYTES, MOST_CTAS, LEAST_KEYS, MOST_PARTS = 128, 40_000, 600e6, 8192, 64, 64
-SMS, NEARLY, MOST_ROUNDS = 132, 0.9, 8.0
+SMS, NEARLY, MOST_ROUNDS, MOST_WIDE_ROUNDS = 132, 0.9, 8.0, 32.0
 MEAN_OF_WHOLE, MEAN_OF_CUT = 0.6, 0.4
 ONE_SEGMENT = {
     "start": [9.08, 9.02, 9.86, 9.82, 11.01, 10.95, 11.65, 14.21, 12.84, 12.5],
@@ -183,7 +183,8 @@ def scheduled(c, call):
 def chosen(ways, others, call):
     """The way that the header takes with these constants, or -1."""
     expected = {-1: NEARLY * scheduled(others, call)}
-    expected |= {way: one_segment(ways, call, way) for way in call.ways() if call.rounds(way) <= MOST_ROUNDS}
+    most = MOST_WIDE_ROUNDS if call.narrow and call.kind == 2 and call.rows > call.row_tile else MOST_ROUNDS
+    expected |= {way: one_segment(ways, call, way) for way in call.ways() if call.rounds(way) <= most}
     return min(expected, key=lambda way: expected[way])
 
 

@@ -197,13 +197,17 @@ def write_config(folder, model, dtype="float16"):
 
 
 def draw_weights(model):
-    """In vLLM's worker: weights as bench.models.serving draws ours."""
+    """In vLLM's worker: weights as ours, matrices drawn by bench.models.serving and norms of an untrained model."""
     import torch
 
     torch.manual_seed(0)
-    for name, p in model.named_parameters():
-        if p.is_floating_point() and (p.dim() > 1 or "norm" in name):
+    for p in model.parameters():
+        if p.is_floating_point() and p.dim() > 1:
             p.data.normal_(0.0, 0.02)
+    for module in model.modules():
+        kind, weight = type(module).__name__, getattr(module, "weight", None)
+        if kind.endswith("Norm") and isinstance(weight, torch.Tensor):
+            weight.data.fill_(0.0 if kind.startswith("Gemma") else 1.0)  # Gemma adds 1
 
 
 class Vllm:

@@ -249,6 +249,16 @@ inline void prefetch_all(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
 }
 
+// Where the scales or shifts of outputs stand that are asked for ahead.
+struct FactorRows {
+  const char* from;
+  int64_t bytes;  // of one
+
+  FactorRows(const void* all, int32_t dtype, int64_t first)
+      : from(static_cast<const char*>(all) + first * (dtype == 0 ? 4 : 2)), bytes(dtype == 0 ? 4 : 2) {}
+  const char* at(int64_t i) const { return from + i * bytes; }
+};
+
 // kRows rows of the input by kOutputs outputs.
 template <bool kFour, bool kVnni, int kRows, int kOutputs>
 void dots(const Args& args, int64_t output) {
@@ -261,14 +271,13 @@ void dots(const Args& args, int64_t output) {
   // that takes its place next.
   const bool short_rows = row_bytes <= kShortRow;
   const int64_t next_row = kAhead + (kOutputs - 1) * row_bytes;
-  const float* const scale_rows = static_cast<const float*>(args.scale) + output * args.blocks;
-  const float* const shift_rows =
-      args.shift != nullptr ? static_cast<const float*>(args.shift) + output * args.blocks : scale_rows;
+  const FactorRows scales(args.scale, args.scale_dtype, output * args.blocks);
+  const FactorRows shifts(args.shift != nullptr ? args.shift : args.scale, args.shift_dtype, output * args.blocks);
   if (short_rows) {
-    const int64_t later = kAhead / row_bytes * args.blocks, factor_bytes = kOutputs * args.blocks * 4;
+    const int64_t later = kAhead / row_bytes * args.blocks;
     prefetch_all(weights + kAhead, kOutputs * row_bytes);
-    prefetch_all(scale_rows + later, factor_bytes);
-    if (args.shift != nullptr) prefetch_all(shift_rows + later, factor_bytes);
+    prefetch_all(scales.at(later), kOutputs * args.blocks * scales.bytes);
+    if (args.shift != nullptr) prefetch_all(shifts.at(later), kOutputs * args.blocks * shifts.bytes);
   }
   Vec sums[kOutputs][kRows] = {};
   for (int64_t first = 0; first < chunks; first += kFactors) {
@@ -301,8 +310,11 @@ void dots(const Args& args, int64_t output) {
         const uint8_t* const from = weights + n * row_bytes + W::bytes(k);
         if (!short_rows && W::bytes(k) % 64 == 0) {
           prefetch(from + (W::bytes(k) < row_bytes - kAhead ? kAhead : next_row));
-          const int64_t factor = (kOutputs + n) * args.blocks + first + c;
-          if (k % kFactorLine == 0) prefetch(scale_rows + factor), prefetch(shift_rows + factor);
+          if (k % kFactorLine == 0) {
+            const int64_t factor = (kOutputs + n) * args.blocks + (first + c) * args.chunk / args.block;
+            prefetch(scales.at(factor));
+            prefetch(shifts.at(factor));
+          }
         }
         const VecInt u = W::template load_some<true>(from, left);
 #pragma GCC unroll 4

@@ -124,6 +124,8 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   }
   args.partial = ws.scratch<char>(args.panels.partial);
   if (ws.counting()) return {};
+  if (args.panels.partial > 0 && args.partial == nullptr)
+    return Status::internal("LEANFLEET_BLOCK_SPLIT has changed since the workspace was counted");
   return cuda_status(call, "launch of the BlockLinear kernels", launch(args, target.stream));
 }
 #else

@@ -229,6 +229,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles == 16 ? 1 : 16 / kWarps
   const auto multiply = [&](int group, uint32_t place) {
     Decoder<T, kInt4> decoders[kLines];
     const uint32_t block = block_of(unit_of(group));
+    const bool in_width =
+        static_cast<uint32_t>((first + group) * 4 + quarter) < units;  // else weights are 0, whatever stands there
 #pragma unroll
     for (int n = 0; n < kLines; ++n) {
       const uint32_t from = own_weights + place + n * S::kLineBytes;
@@ -240,7 +242,8 @@ __global__ void __launch_bounds__(32 * kWarps, kRowTiles == 16 ? 1 : 16 / kWarps
       }
       const uint32_t factor = factors[n] + block;
       const float added = shifted ? shifts.value(tile::load_4_bytes(from + S::kFactors + 128 + lane * 4), factor) : 0.0f;
-      decoders[n].set_factors(scales.value(tile::load_4_bytes(from + S::kFactors + lane * 4), factor), added);
+      const float scale = scales.value(tile::load_4_bytes(from + S::kFactors + lane * 4), factor);
+      decoders[n].set_factors(in_width ? scale : 0.0f, in_width ? added : 0.0f);
     }
     // Columns in the order in which lanes have them: 8 of each of four lanes are two steps.
 #pragma unroll

@@ -110,11 +110,15 @@ struct Chunks {
       for (int j = 0; j <= i; ++j) put(y + kBlock * i, x + kBlock * j, sums[i][j]);
   }
 
+  // by * product, of which 0 makes 0 whatever the rows hold: padding is told by a beta of 0.
+  static __device__ __forceinline__ float times(float by, float product) { return by != 0.0f ? by * product : 0.0f; }
+
   // -M: blocks on the diagonal where they are inverted, the others in the system.
   __device__ __forceinline__ void make_system() const {
     Scalars& of = s.scalars;
     multiply_keys(s.keys, [&](int t, int from, float product) {
-      const float m = from < t ? -of.beta[t] * of.key[t] * of.key[from] * decay_between(of.decay, from, t) * product : 0.0f;
+      const float by = -of.beta[t] * of.key[t] * of.key[from] * decay_between(of.decay, from, t);
+      const float m = from < t ? times(by, product) : 0.0f;
       if (t / kBlock == from / kBlock) of.diagonal[t / kBlock][t % kBlock][from % kBlock] = m;
       else s.system[t][from] = m;
     });
@@ -122,7 +126,8 @@ struct Chunks {
   __device__ __forceinline__ void make_scores() const {
     Scalars& of = s.scalars;
     multiply_keys(s.queries, [&](int t, int from, float product) {
-      s.scores[t][from] = from <= t ? of.query[t] * of.key[from] * decay_between(of.decay, from, t) * product : 0.0f;
+      const float by = of.query[t] * of.key[from] * decay_between(of.decay, from, t);
+      s.scores[t][from] = from <= t ? times(by, product) : 0.0f;
     });
   }
 

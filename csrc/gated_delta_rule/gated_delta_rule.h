@@ -103,10 +103,11 @@ int launch_steps(const Args& args, const CudaTarget& target);
 constexpr int64_t kChunkedTokens = 32;  // a request, below which the recurrence is taken
 bool chunked_fits(const Args& args, int device);
 int launch_chunked(const Args& args, const CudaTarget& target);
-// The same for float32, on the ordinary cores.
+// For float32, on the ordinary cores.
 bool float_chunks_fit(const Args& args, int device);
 int launch_float_chunks(const Args& args, const CudaTarget& target);
-// The same on Hopper in two kernels, the first of which takes all chunks at once. prompt_fits sees no addresses, so that
+// On Hopper for 16 bits, D up to 256, decays of tokens or of key dimensions, in two or three kernels, of which the last takes states
+// through the chunks and the others take all chunks at once. prompt_fits sees no addresses, so that
 // whether launch_prompt launched anything depends on these.
 bool prompt_fits(const Args& args, const CudaTarget& target);
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched);

@@ -142,8 +142,8 @@ struct Rows {
   __device__ __forceinline__ void scale(float (&x)[kColumns][4]) const {
     if constexpr (kScaled) multiply(x, factor);
   }
-  // The state's, whose rows are multiples of `unit`, which becomes `inverse`: were they unscaled after each product, the
-  // compiler would keep them twice and spill them.
+  // The state is x times `unit`, which each chunk replaces: were rows unscaled after each product, the compiler would keep them
+  // twice and spill them.
   template <int kColumns>
   __device__ __forceinline__ void rescale(float (&x)[kColumns][4], float (&unit)[2]) const {
     if constexpr (kScaled) {
@@ -334,7 +334,7 @@ struct Cta {
     return L::kHalves == 1 ? tile : tile + half * L::kRows / L::kHalves;
   }
 
-  // x (+)= left X^T of a tile with rows of X; high: with what is left of the first plane only.
+  // x (+)= left X^T of a tile with rows of X.
   template <int kLeft>
   static __device__ __forceinline__ void by_rows(float (&x)[8][4], const uint32_t (&left)[kLeft][4], uint32_t tile, bool add) {
     const uint32_t right = hopper::make_smem_descriptor(tile, 0);
@@ -483,8 +483,8 @@ struct Cta {
     mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // (Q S)^T. kPerKey: queries with the decay in them have been rounded, so S enters in both planes, with `rest` the second, of
-  // which products are on their way while R becomes U.
+  // (Q S)^T. kPerKey: queries with the decay in them have been rounded, so S enters in both planes, the second with kRest. Products
+  // are on their way while R becomes U, or follow it with kLateQueries.
   template <bool kRest, class States>
   __device__ __forceinline__ void multiply_queries(float (&out)[8][4], const States& states, QueryTurn turn) const {
     hopper::warpgroup_arrive();
@@ -794,7 +794,7 @@ cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStre
 }
 
 // Whether two slices to a CTA end sooner than one. A multiprocessor has one CTA, so that CTAs come in waves of sm_count. On an
-// H200 a chunk takes 1.75 times as long with two slices, and a CTA's begin and end as long as 4 chunks of one slice.
+// H200 a chunk of bfloat16 takes 1.75 times as long with two slices, and a CTA's begin and end as long as 4 chunks of one slice.
 bool pairs_slices(const Args& args, int sm_count) {
   const int64_t slices = ceil_div(args.value_width, int64_t{kSlice}), states = args.requests * args.v_heads;
   const int64_t tokens = args.packed ? ceil_div(args.tokens, args.requests) : args.tokens;

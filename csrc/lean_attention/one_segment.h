@@ -171,8 +171,9 @@ inline int choose_one_segment(const Args& args, int width, const OneSegmentDevic
   constexpr double kMostCtas = 1 << 20, kMostInClusters = 8192, kMostRounds = 8.0, kMostWideRounds = 32.0, kNearly = 0.9;
   if (!can_be_one_segment(args)) return -1;
   const ShortCall call = short_call(args, width);
-  // Wide heads with more rows than DirectKernel takes have only the kernel with a ring beside these, which is slow.
-  const double most_rounds = call.width > 128 && call.rows > one_segment_rows(call) ? kMostWideRounds : kMostRounds;
+  // Wide quantised heads with more rows than DirectKernel takes have only the kernel with a ring beside these, which is slow.
+  const bool wide = call.narrow && call.width > 128 && call.rows > one_segment_rows(call);
+  const double most_rounds = wide ? kMostWideRounds : kMostRounds;
   const int row_tiles = ceil_div(call.rows, one_segment_rows(call));
   double least = kNearly * scheduled_us(call, device.sm_count);
   int chosen = -1;

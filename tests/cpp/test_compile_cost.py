@@ -1,7 +1,7 @@
 """What CUDA costs to compile: later changes keep below these caps.
 
 The number of kernels says the same on every machine and is the cap that growth meets. Seconds do not: the same 1,228 kernels took
-968 "on quiet cores" here and 1,030 there, as the yardstick feels less of a machine's neighbours than nvcc does.
+968 "on quiet cores" here and 1,030 there, as the yardstick feels less of a machine's neighbours than nvcc does; 1,388, another day, 785.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from support.cpu_time import time_compile
 from support.paths import ROOT
 
-MOST_KERNELS = 1300  # instances of all __global__ functions
+MOST_KERNELS = 1450  # instances of all __global__ functions
 MOST_SECONDS = 1400  # CPU seconds of all CUDA files on quiet cores, sm_90a and the PTX of sm_80: 12 minutes on CI's two cores
 MOST_OF_A_FILE = 100  # so that no file is waited for
 

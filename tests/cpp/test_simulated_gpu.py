@@ -120,6 +120,13 @@ def test_block_linear(block_linear, dtype):
             check_block_linear(block_linear, sizes, dtype, form, seed + i)
 
 
+def test_weights_beyond_their_type_in_block_linear(block_linear):
+    """A warp reads groups of 128 columns: those behind the width stay 0 where the weights that stand in for them are infinite."""
+    inputs = block_cases.make((1, 9, 160, 5, 1), torch.float16, torch.int8, shift=False, bias=False)
+    inputs["weight"][:, -32:], inputs["scale"][:, -1], inputs["input"][..., -32:] = 127, 600.0, 1.0
+    assert run_simulated(block_linear, block_cases.NAME, inputs, {})["output"].isposinf().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", block_cases.DTYPES, ids=str)
 @pytest.mark.parametrize("form", block_cases.FORMS, ids=str)

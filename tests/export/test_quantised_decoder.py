@@ -203,6 +203,8 @@ def test_command_calibrates(tmp_path, capsys):
     for options, words in (
         (["--calibrate", "x"], "--calibrate finds scales of quantised caches: say which, such as --cache fp8"),
         (["--cache", "fp8", "--scales", "tensor"], "--scales goes with --calibrate FILE"),
+        (["--page", "16"], "--page is the size of pages for serving: it goes with --serve"),
+        (["--serve", "--page", "0"], "--page is 0; a page has 1 token or more"),
         (["--cache", "fp8", "--calibrate", str(tmp_path / "none")], "there is no such file"),
         (["--cache", "fp8", "--calibrate", str(tmp_path / "spaces")], "is outside the vocabulary of 211 tokens"),
         (["--cache", "fp8", "--calibrate", str(tmp_path / "empty")], "has no token to calibrate on"),

@@ -115,8 +115,8 @@ def draw_delta(random):
     q_group, v_group = random.choice(((1, 1), (1, 3), (2, 4), (3, 1)))
     facts = dict(
         heads=(k_heads * q_group, k_heads, k_heads * v_group),
-        d=random.choice((8, 33, 64, 128, 128, 160, 256)),
-        dv=random.choice((7, 64, 72, 128, 128, 200)),
+        d=random.choice((4, 8, 20, 33, 64, 128, 128, 136, 160, 252, 256)),
+        dv=random.choice((4, 7, 64, 72, 128, 128, 200)),
         dtype=random.choice(("float32", "float16", "bfloat16", "bfloat16")),
         decay=random.choice((None, "token", "token", "key", "edge")),
         layout=random.choice(("bhnd", "bnhd")),
@@ -154,12 +154,12 @@ def draw_delta_grad(random):
 
 
 def draw_block(random):
-    """The same of BlockLinear: few rows and tiles, all forms of weights, blocks of whole pieces and not."""
+    """The same of BlockLinear: few rows, panels and tiles, all forms of weights, blocks of whole pieces and not."""
     sizes = (
         random.choice((1, 2)),
-        random.choice((1, 1, 2, 3, 4, 7, 9, 70)),
+        random.choice((1, 1, 2, 3, 4, 7, 9, 70, 500)),
         *random.choice(((32, 1), (32, 40), (64, 9), (128, 33), (128, 130), (20, 3), (48, 5), (256, 2), (16, 200))),
-        random.choice((1, 5, 64, 300, 1000)),
+        random.choice((1, 5, 64, 300, 1000, 9000, 34000)),
     )
     sizes = sizes[0], sizes[1], sizes[2] * sizes[3], sizes[3], sizes[4]
     dtype, form, seed = random.choice(block_cases.DTYPES), random.choice(block_cases.FORMS), random.randrange(2**20)

@@ -59,7 +59,13 @@ def test_cuda(form, dtype):
 def test_cuda_panels(form, dtype, monkeypatch):
     """Tiles of 16 to 128 rows, with as many parts of the columns as are chosen, one, and several; the bits are the same each time."""
     for seed, sizes in enumerate(
-        ((1, 9, 5120, 160, 301), (1, 20, 6432, 201, 320), (1, 85, 1600, 25, 289), (1, 500, 256, 8, 8500))
+        (
+            (1, 9, 5120, 160, 301),
+            (1, 20, 6432, 201, 320),
+            (1, 85, 1600, 25, 289),
+            (1, 500, 256, 8, 8500),
+            (1, 12, 160, 5, 34000),
+        )
     ):
         for inputs, attrs in calls(sizes, dtype, form, seed):
             given = {name: x.cuda() for name, x in inputs.items()}

@@ -323,7 +323,7 @@ def test_stream_is_lazy(folder):
 @pytest.fixture(scope="module")
 def served(pretrained, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "model"
-    assert cli.main(["export", str(pretrained), str(out), "--serve"]) == 0
+    assert cli.main(["export", str(pretrained), str(out), "--serve", "--page", "16"]) == 0
     return out
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     LlamaForCausalLM(config).save_pretrained(models / "llama")
     byte_tokenizer().save_pretrained(models / "llama")
-    assert cli.main(["export", str(models / "llama"), str(models / "tiny"), "--serve"]) == 0
+    assert cli.main(["export", str(models / "llama"), str(models / "tiny"), "--serve", "--page", str(BLOCK)]) == 0
     return models / "tiny"
 
 
