@@ -122,7 +122,7 @@ MEASUREMENTS = (
     Measurement("generate_h200", GPU, ("models.generate --provider CUDA --dtype float16 --work WORK/generate --out OUT",)),
     *(serving(s, b, g) for s, b in (("llama-1b", 16), ("llama-1b", 64), ("smollm2", 16)) for g in (False, True)),
     Measurement("block_linear_h200", GPU, ("kernels.block_linear STEM --cuda --seed SEED --rounds 11",)),
-    Measurement("block_linear_cpu", CPU, ("kernels.block_linear STEM --seed SEED --shapes 30 --rounds 7",)),
+    Measurement("block_linear_cpu", CPU, ("kernels.block_linear STEM --seed SEED --rounds 7",)),
     Measurement("cpu_avx2", CPU, ("kernels.cpu --isa avx2 --threads 2 --out OUT",)),
     Measurement("cpu_avx512", CPU, ("kernels.cpu --isa avx512 --threads 2 --out OUT",)),
     Measurement("decoder_methods_cpu", CPU, ("models.decoder_methods --device cpu --batches 1 --out OUT",)),
