@@ -232,12 +232,6 @@ __global__ void __launch_bounds__(kWarps * 32, kGroups <= 4 ? 2 : 1)
     state.template move<true>(args.final_state + at, args.state_v_first, vectors.states, row, column, D, V);
 }
 
-bool aligned(std::initializer_list<const void*> pointers, uintptr_t bytes) {
-  for (const void* pointer : pointers)
-    if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) return false;
-  return true;
-}
-
 template <class T>
 cudaError_t launch_type(const Args& args, cudaStream_t stream) {
   Vectors vectors = {};

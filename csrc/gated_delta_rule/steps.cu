@@ -7,8 +7,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <initializer_list>
-
 #include "core/cuda_target.h"
 #include "core/integers.h"
 #include "core/mma.cuh"
@@ -334,12 +332,6 @@ __global__ void __launch_bounds__(32 * warps_of(kValuesFirst), kMostCtas<T, kVal
     if (token + kFew < end) prefetch_tokens<T>(args, place, lane, token + kFew, token + kFew + 1);
   }
   if (there && args.final_state != nullptr) state.template move<true>(args.final_state + at, place.row, args.D, args.V);
-}
-
-bool aligned(std::initializer_list<const void*> pointers, uintptr_t bytes) {
-  for (const void* pointer : pointers)
-    if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) return false;
-  return true;
 }
 
 uint32_t narrow(int64_t n) { return static_cast<uint32_t>(n); }

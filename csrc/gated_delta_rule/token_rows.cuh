@@ -1,6 +1,9 @@
 // Rows of a token as the kernels read them that go token by token: four neighbouring elements a lane.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
+
 #include "gated_delta_rule/gated_delta_rule.h"
 
 namespace leanfleet::gated_delta_rule {
@@ -44,6 +47,12 @@ __device__ __forceinline__ const T* row_of(const void* data, const Strides& stri
 
 __device__ __forceinline__ float row_factor(const Args& args, int64_t batch, int64_t head, int64_t token) {
   return args.row_factors != nullptr ? __ldg(args.row_factors + (batch * args.heads + head) * args.tokens + token) : 1.0f;
+}
+
+inline bool aligned(std::initializer_list<const void*> pointers, uintptr_t bytes) {
+  for (const void* pointer : pointers)
+    if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) return false;
+  return true;
 }
 
 }  // namespace leanfleet::gated_delta_rule
