@@ -6,8 +6,9 @@
     python -m bench.models.serving export DIR --shape llama-3-8b --dtype float16 --gpus 4
 
 `export` writes both graphs of one model: a transformers model, or one of a shape with random weights. With --weightless the
-weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs. With --gpus N it writes
-a tensor parallel folder for bench.models.vllm alone, whose large weights are all the same bytes (bench.models.thin).
+weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs. --thin writes a folder
+for bench.models.vllm alone and takes no memory for weights: bench.models.thin makes them where it runs. So does --gpus N, a
+tensor parallel folder whose large weights are all the same bytes.
 
 Requests have prompts and answers of lognormal lengths (sigma 1), all there at the start. The padded way takes them in their
 order, `batch` at a time, each batch running until its longest answer is through. Continuous batching has as many places, and
@@ -139,8 +140,8 @@ def command_export(args):
     from leanfleet.export import export_decoder
     from leanfleet.export.serving import export_for_serving
 
-    if args.gpus > 1:
-        return export_for_ranks(args)
+    if args.gpus > 1 or args.thin:
+        return export_thin(args)
     dtype = getattr(torch, args.dtype)
     if args.model:
         gguf = next(args.model.glob("*.gguf"), None)
@@ -169,16 +170,19 @@ def command_export(args):
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
 
 
-def export_for_ranks(args):
-    """A tensor parallel folder whose weights bench.models.thin makes where it runs."""
+def export_thin(args):
+    """A folder for serving, tensor parallel with several GPUs, whose weights bench.models.thin makes where it runs."""
     from leanfleet.export import export_decoder
-    from leanfleet.export.serving import add_serving
+    from leanfleet.export.serving import add_serving, export_for_serving
 
     model = thin.untouched(config_of(args.shape, args.layers), args.dtype)
     options = {"verify": False, "narrow_states": args.narrow_states, "cache": args.cache}
     with thin.Thin():
-        export_decoder(model, args.folder / GRAPHS["continuous"], tensor_parallel=args.gpus, **options)
-        add_serving(model, args.folder / GRAPHS["continuous"], block=BLOCK, **options)
+        if args.gpus > 1:
+            export_decoder(model, args.folder / GRAPHS["continuous"], tensor_parallel=args.gpus, **options)
+            add_serving(model, args.folder / GRAPHS["continuous"], block=BLOCK, **options)
+        else:
+            export_for_serving(model, args.folder / GRAPHS["continuous"], block=BLOCK, **options)
     facts = {"model": args.shape, "dtype": args.dtype, "gpus": args.gpus, "cache": args.cache}
     facts |= {"parameters": sum(p.numel() for p in model.parameters()), "narrow_states": args.narrow_states}
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
@@ -325,6 +329,7 @@ def main():
     export.add_argument("--narrow-states", action="store_true", help="states of 16 bits, of shapes whose layers have some")
     export.add_argument("--cache", choices=CACHES, help="the type of quantised caches; default: none")
     export.add_argument("--gpus", type=int, default=1, help="a tensor parallel folder for bench.models.vllm alone")
+    export.add_argument("--thin", action="store_true", help="a folder for bench.models.vllm alone, made without its weights")
     export.add_argument("--weightless", action="store_true", help="leave the weights to `run`, which makes random ones")
     export.set_defaults(command=command_export)
     run = commands.add_parser("run")
@@ -344,8 +349,8 @@ def main():
             "--ways", nargs="+", choices=list(GRAPHS), default=list(GRAPHS), help="continuous alone: without the comparison"
         )
     args = parser.parse_args()
-    if getattr(args, "gpus", 1) > 1 and args.model:
-        parser.error("--gpus takes a --shape, whose weights are made where it runs")
+    if (getattr(args, "gpus", 1) > 1 or getattr(args, "thin", False)) and args.model:
+        parser.error("--gpus and --thin take a --shape, whose weights are made where it runs")
     if getattr(args, "graphs", False) and args.provider != "CUDA":
         parser.error("--graphs needs --provider CUDA")
     args.command(args)

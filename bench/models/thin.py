@@ -12,6 +12,7 @@ import onnx
 
 WEIGHTS = "weights.data"
 LARGE = 1 << 16  # bytes; smaller weights stay in the graph
+ALIGNMENT = 4096  # of weights in their file, where each has a place of its own
 DRAWN = 1 << 21  # bytes that are drawn; the file repeats them, so that experts of as many bytes or twice, ... are the same
 
 
@@ -89,10 +90,46 @@ def untouched(config, dtype):
         layer.reset_parameters = lambda self: None
     PreTrainedModel.init_weights = lambda self: self.tie_weights()
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    for weight in (m.weight for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))):
-        if weight.nbytes < LARGE:
-            torch.nn.init.normal_(weight, std=0.02)
+    for layer in (m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))):
+        if layer.weight.nbytes < LARGE:
+            torch.nn.init.normal_(layer.weight, std=0.02)
+        if getattr(layer, "bias", None) is not None:
+            torch.nn.init.zeros_(layer.bias)
     return model
+
+
+def _large(model):
+    """(initializer, bytes) of a graph's weights in the folder's file."""
+    for t in model.graph.initializer:
+        place = {e.key: e.value for e in t.external_data}
+        if place.get("location") == WEIGHTS:
+            yield t, int(place["length"])
+
+
+def complete_apart(folder):
+    """Makes the folder's weights, unless they are there: each in a place of its own with numbers of its own, drawn from a
+    normal distribution of deviation 0.02. They take what a model of these shapes takes."""
+    import torch
+
+    folder = Path(folder)
+    if (folder / WEIGHTS).exists():
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random, new, graphs = torch.Generator(device).manual_seed(0), folder / f"{WEIGHTS}.part", {}
+    with open(new, "wb") as file:
+        for path in sorted(folder.glob("*.onnx")):
+            graphs[path] = model = onnx.load(path, load_external_data=False)
+            for t, size in _large(model):
+                number = getattr(torch, onnx.TensorProto.DataType.Name(t.data_type).lower())
+                drawn = torch.randn(size // number.itemsize, dtype=number, generator=random, device=device).mul_(0.02)
+                file.seek(-file.tell() % ALIGNMENT, 1)
+                place = {"location": WEIGHTS, "offset": file.tell(), "length": size}
+                del t.external_data[:]
+                t.external_data.extend(onnx.StringStringEntryProto(key=k, value=str(v)) for k, v in place.items())
+                file.write(drawn.view(torch.uint8).cpu().numpy())
+    for path, model in graphs.items():
+        path.write_bytes(model.SerializeToString())
+    new.rename(folder / WEIGHTS)
 
 
 def complete(folder):
@@ -104,11 +141,9 @@ def complete(folder):
     if (folder / WEIGHTS).exists():
         return
     for path in folder.glob("*.onnx"):
-        for t in onnx.load(path, load_external_data=False).graph.initializer:
-            place = {e.key: e.value for e in t.external_data}
-            if place.get("location") == WEIGHTS:
-                most = max(most, int(place["length"]))
-                types[t.data_type] += 1
+        for t, size in _large(onnx.load(path, load_external_data=False)):
+            most = max(most, size)
+            types[t.data_type] += 1
     if not most:
         return
     # The type of most of them: a float32 table of 16-bit numbers has numbers near 0, the other way round there are NaNs.

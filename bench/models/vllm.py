@@ -1,7 +1,7 @@
 """An exported decoder beside vLLM, or onnxruntime-genai's engine, on the same shapes, requests and GPU, by wall clock as a user
 sees it.
 
-    python -m bench.models.serving export DIR --shape llama-3.2-1b --dtype float16 --weightless --ways continuous
+    python -m bench.models.serving export DIR --shape llama-3.2-1b --dtype float16 --thin
     python -m bench.models.vllm ours DIR OURS.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm vllm DIR VLLM.json [--seed HEX] [--drawn N | --kernels]
     python -m bench.models.vllm genai DIR GENAI.json [--seed HEX] [--drawn N]
@@ -95,7 +95,9 @@ class Ours:
         facts = json.loads((folder / "bench.json").read_text())
         if "random" in facts and not (folder / "serving" / "model.onnx.data").exists():
             fill_randomly(folder, facts, "cuda", ["continuous"])
-            torch.cuda.empty_cache()
+        else:
+            thin.complete_apart(folder / "serving")
+        torch.cuda.empty_cache()
         self.folder, self.batch, self.names = folder / "serving", None, {}
 
     def open(self, running, step_tokens):

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "causal_conv/causal_conv.h"
+#include "core/dependent_launch.cuh"
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/with_type.cuh"
@@ -287,6 +288,7 @@ __device__ __forceinline__ void run_tile(const Args& args, int64_t row, int64_t 
 
 template <class T, int kChunk, int kTaps>
 __global__ void __launch_bounds__(kThreads, 5) ConvolveKernel(Args args, unsigned strips, int64_t tile) {
+  let_next_launch_begin();
   const int64_t channel = (static_cast<int64_t>(blockIdx.x % strips) * kThreads + threadIdx.x) * kChunk;
   const int64_t item = blockIdx.x / strips, head = head_tokens(args, tile), begin = (item - args.requests) * tile;
   const int64_t q = item < args.requests ? item : request_at(args, begin);

@@ -13,6 +13,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
+#include "core/dependent_launch.cuh"
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/with_type.cuh"
@@ -132,6 +133,14 @@ __device__ __forceinline__ void load_state(const States<S>& states, int64_t at, 
                            static_cast<float>(parts[i].element[2]), static_cast<float>(parts[i].element[3]));
 }
 
+// Asks for the lines that load_state will read.
+template <class S>
+__device__ __forceinline__ void prefetch_state(const States<S>& states, int64_t at, int64_t step, int rows) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+    if (i < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(states.initial + at + i * step));
+}
+
 template <class S>
 __device__ __forceinline__ void store_state(const States<S>& states, int64_t at, int64_t step, int rows,
                                             const float4 (&state)[kThreadRows]) {
@@ -165,13 +174,20 @@ __global__ void __launch_bounds__(kThreads, kThreads > kStepThreads ? 1
   const uint32_t unit = blockIdx.x / static_cast<uint32_t>(column_blocks);
   const uint32_t request = unit / static_cast<uint32_t>(in.v_heads);
   const int head = static_cast<int>(unit - request * static_cast<uint32_t>(in.v_heads));
-  const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
   const int column = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(column_blocks)) * kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int mine = threadIdx.x % kColumnLanes * 4, first = threadIdx.x / kColumnLanes * kThreadRows;
-  const bool inside = column + mine < V, there = row >= 0 && row < args.state_rows;
-  const int rows = there && inside ? R - first : 0;  // of the state, kThreadRows of them at most
-  const int64_t at = ((row * in.v_heads + head) * R + first) * V + column + mine;
+  const bool inside = column + mine < V;
+  // Of the state, kThreadRows of them at most.
+  const auto rows_at = [&](int64_t row) { return row >= 0 && row < args.state_rows && inside ? R - first : 0; };
+  const auto place_at = [&](int64_t row) { return ((row * in.v_heads + head) * R + first) * V + column + mine; };
+  // Past L1, since the launch before may still write the index.
+  const auto named = [&]() -> int64_t { return args.state_index != nullptr ? __ldcg(args.state_index + request) : request; };
+  // A state is most of what a step reads: its lines come to the L2 cache before the launch before has ended.
+  if (states.initial != nullptr) prefetch_state(states, place_at(named()), V, rows_at(named()));
+  wait_for_launch_before();
+  const int64_t row = named(), at = place_at(row);
+  const int rows = rows_at(row);
   float4 state[kThreadRows];
   load_state(states, at, V, states.initial != nullptr ? rows : 0, state);
 
@@ -379,11 +395,13 @@ cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream
   if (in.tokens <= (packed ? in.requests : 1)) {
     bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
     for (const void* data : {in.query, in.key}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    const auto few = packed ? StepKernel<T, S, kStepThreads, true> : StepKernel<T, S, kStepThreads, false>;
-    const auto many = packed ? StepKernel<T, S, kMaxThreads, true> : StepKernel<T, S, kMaxThreads, false>;
-    const auto kernel = threads <= kStepThreads ? few : many;
-    kernel<<<ctas, threads, 0, stream>>>(args, states, plan.column_blocks, vectors);
-    return cudaGetLastError();
+    const auto step = [&](auto most, auto is_packed) {
+      return launch_dependently<StepKernel<T, S, decltype(most)::value, decltype(is_packed)::value>>(
+          ctas, threads, stream, args, states, plan.column_blocks, vectors);
+    };
+    const auto of_packed = [&](auto most) { return packed ? step(most, std::true_type{}) : step(most, std::false_type{}); };
+    if (threads <= kStepThreads) return of_packed(std::integral_constant<int, kStepThreads>{});
+    return of_packed(std::integral_constant<int, kMaxThreads>{});
   }
   const auto kernel = threads <= kFewThreads ? DecodeKernel<T, S, kFewThreads> : DecodeKernel<T, S, kMaxThreads>;
   kernel<<<ctas, threads, shared_bytes(plan, in.heads / in.v_heads), stream>>>(args, states, plan);

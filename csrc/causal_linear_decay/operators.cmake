@@ -3,7 +3,8 @@ leanfleet_instances(decay_rows ${op_root}/causal_linear_decay/rows_launch.cu.in 
 leanfleet_op(causal_linear_decay
   CXX ${op_root}/causal_linear_decay/op.cpp
   CUDA ${op_root}/causal_linear_decay/rows.cu ${op_root}/causal_linear_decay/lightning.cu ${op_root}/causal_linear_decay/grad.cu
-  ONCE ${op_root}/causal_linear_decay/recurrence.cu ${op_root}/causal_linear_decay/decode.cu
+       ${op_root}/causal_linear_decay/decode.cu
+  ONCE ${op_root}/causal_linear_decay/recurrence.cu
        ${op_root}/causal_linear_decay/plain_states.cu ${op_root}/causal_linear_decay/without_rule.cu
        ${decay_rows})
 leanfleet_cpu_kernels(causal_linear_decay ${op_root}/causal_linear_decay/cpu_kernel.cpp)

@@ -2,7 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace leanfleet {
@@ -59,6 +61,14 @@ void* driver_function(const char* name) {
   const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
+}
+
+bool dependent_launches() {
+  static const bool wanted = [] {
+    const char* const told = std::getenv("LEANFLEET_DEPENDENT_LAUNCH");
+    return told == nullptr || std::string(told) != "0";
+  }();
+  return wanted;
 }
 
 Status is_captured(const Call& call, void* stream, bool* captured) {

@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/dependent_launch.cuh"
 #include "core/op.h"
 #include "core/with_type.cuh"
 #include "decay_gates/decay_gates.h"
@@ -21,6 +22,7 @@ __device__ __forceinline__ float as_log_decay(float x) { return x <= 0.0f ? x : 
 // Index: uint32_t where it counts all numbers and a stride more, since each takes several divisions.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ Args args) {
+  let_next_launch_begin();
   const Index heads = static_cast<Index>(args.heads), width = static_cast<Index>(args.width), of_row = heads * width;
   const Index tokens = static_cast<Index>(args.tokens), rows = static_cast<Index>(args.batch) * tokens;
   const Index count = rows * of_row, betas = args.beta != nullptr ? rows * heads : 0;

@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "core/cuda_target.h"
+#include "core/dependent_launch.cuh"
 #include "core/integers.h"
 #include "core/mma.cuh"
 #include "core/op.h"
@@ -65,6 +66,8 @@ __device__ __forceinline__ float over_rows(float x) {
   return x;
 }
 
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // A lane's part of a state: element [j][i][c].
 template <int kLanes, bool kValuesFirst>
 struct LaneState {
@@ -85,6 +88,17 @@ struct LaneState {
   __device__ __forceinline__ void move(float* data, int row, int D, int V) {
     if (D == kWidest) move_rows<kStore, true>(data, row, D, V);
     else move_rows<kStore, false>(data, row, D, V);
+  }
+
+  // Asks for what move<false> will read.
+  static __device__ __forceinline__ void prefetch_rows(const float* data, int row, int D, int V) {
+    const int stride = kValuesFirst ? D : V;
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j)
+      if (j * kGroupRows + row < D)
+#pragma unroll
+        for (int outer = 0; outer < 4; ++outer)
+          prefetch(data + (kValuesFirst ? outer * stride + j * kGroupRows : (j * kGroupRows + outer) * stride));
   }
 
  private:
@@ -151,8 +165,6 @@ struct Token {
     }
   }
 };
-
-__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // Asks for what tokens first to last - 1 bring, which registers do not hold ahead: eight lanes have a token, one line of its key
 // or query each.
@@ -299,12 +311,25 @@ __global__ void __launch_bounds__(32 * warps_of(kValuesFirst), kMostCtas<T, kVal
   Place place;
   place.row = lane / kLanes * 4, place.column = (slice * kLanes + lane % kLanes) * 4;
   const bool packed = args.cu_seqlens != nullptr;
-  const int32_t named = args.state_index != nullptr ? args.state_index[request] : static_cast<int32_t>(request);
+  // A state is most of what a step reads: its lines come to the L2 cache before the launch before has ended. Past L1, since that
+  // launch may still write the index.
+  const auto at_of = [&](int32_t index) {
+    return (static_cast<int64_t>(index) * args.v_heads + head) * (args.D * args.V) +
+           (kValuesFirst ? place.column * args.D + place.row : place.row * args.V + place.column);
+  };
+  const auto name = [&] {
+    return args.state_index != nullptr ? __ldcg(args.state_index + request) : static_cast<int32_t>(request);
+  };
+  const auto exists = [&](int32_t index) { return index >= 0 && index < args.state_rows && place.column < args.V; };
+  const int32_t maybe = name();
+  if (exists(maybe) && args.initial_state != nullptr)
+    LaneState<kLanes, kValuesFirst>::prefetch_rows(args.initial_state + at_of(maybe), place.row, args.D, args.V);
+  wait_for_launch_before();
+  const int32_t named = name();
   int32_t begin = 0, end = args.tokens;
   if (packed) begin = args.cu_seqlens[request], end = args.cu_seqlens[request + 1];
-  const bool there = named >= 0 && named < args.state_rows && place.column < args.V;
-  const int64_t at = (static_cast<int64_t>(named) * args.v_heads + head) * (args.D * args.V) +
-                     (kValuesFirst ? place.column * args.D + place.row : place.row * args.V + place.column);
+  const bool there = exists(named);
+  const int64_t at = at_of(named);
   LaneState<kLanes, kValuesFirst> state;
   if (there && args.initial_state != nullptr)
     state.template move<false>(const_cast<float*>(args.initial_state) + at, place.row, args.D, args.V);
@@ -359,10 +384,10 @@ Steps steps_of(const Args& args) {
 template <class T, bool kValuesFirst>
 cudaError_t launch_order(const Args& args, cudaStream_t stream) {
   constexpr int kWarps = warps_of(kValuesFirst), kColumns = 4 * lanes_of(kValuesFirst) * kWarps;
-  const auto kernel = args.decay_per_key ? StepsKernel<T, kValuesFirst, true> : StepsKernel<T, kValuesFirst, false>;
   const dim3 blocks(narrow(ceil_div(args.value_width, int64_t{kColumns})), narrow(args.v_heads), narrow(args.requests));
-  kernel<<<blocks, 32 * kWarps, 0, stream>>>(steps_of(args));
-  return cudaGetLastError();
+  const Steps steps = steps_of(args);
+  if (args.decay_per_key) return launch_dependently<StepsKernel<T, kValuesFirst, true>>(blocks, 32 * kWarps, stream, steps);
+  return launch_dependently<StepsKernel<T, kValuesFirst, false>>(blocks, 32 * kWarps, stream, steps);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The append of new keys and values to quantised caches, before LeanAttention's kernels read them.
 #include <cuda_runtime.h>
 
+#include "core/dependent_launch.cuh"
 #include "core/with_type.cuh"
 #include "lean_attention/device.cuh"
 #include "lean_attention/narrow.cuh"
@@ -84,9 +85,7 @@ __device__ __forceinline__ void append_row(const Args& args, const Scales& scale
 // A warp takes the key or the value of a token and head.
 template <class T>
 __global__ void __launch_bounds__(256) AppendNarrowKernel(const __grid_constant__ Args args) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_launch_begin();
   if (args.packed_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   if (!args.append) return;
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * 2;

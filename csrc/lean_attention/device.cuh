@@ -261,8 +261,8 @@ __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_
 
 // A lane's request, that of this index, in all lanes.
 __device__ __forceinline__ Request request_of_lane(const Args& args, const Request& mine, int lane, int index) {
-  if (args.packed_tokens) return args.pieces[index];
-  Request request;
+  if (args.packed_tokens) return request_of(args, index);
+  Request request = {};
   request.start = __shfl_sync(kFullWarp, mine.start, lane);
   request.keys = __shfl_sync(kFullWarp, mine.keys, lane);
   request.tokens = __shfl_sync(kFullWarp, mine.tokens, lane);

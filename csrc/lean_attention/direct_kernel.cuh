@@ -27,6 +27,7 @@
 // half's range, or of the output.
 #pragma once
 
+#include "core/dependent_launch.cuh"
 #include "lean_attention/cluster.cuh"
 #include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
@@ -139,15 +140,9 @@ __device__ __forceinline__ uint4 read_once(const char* from) {
   return x;
 }
 
-// Waits until the launch before has ended, which may append to quantised caches.
-__device__ __forceinline__ void wait_for_append() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
-// caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
+// kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. The launch before may
+// still append the new tokens (args.begins_early), into quantised caches or of packed tokens: whoever reads these waits for it, and no
+// CTA ends before.
 // Shared: DirectShared, or kOne: OneSegmentShared of a CTA with one segment, of which the warps know. kBlocks: of 8 rows, of a unit.
 template <class T, int kWidth, bool kRope, int kKeys, int kValues, bool kPartial, class Shared, bool kOne, int kBlocks>
 struct DirectCta {
@@ -231,7 +226,7 @@ struct DirectCta {
     work.common = of_rows.common;
     work.begin = max32(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
     work.end = min32(segment.tiles.end * args.plan.key_tile, work.seen.end);
-    work.cached_end = args.append ? min32(work.end, unit.request.keys - unit.request.tokens) : work.end;
+    work.cached_end = args.append ? min32(work.end, old_keys(unit.request)) : work.end;
     const auto at = [&](const CacheStrides& strides) {
       if (args.cache_kind == kPaged) return unit.head * strides.head;
       return unit.head * strides.head + unit.request.b * strides.batch + unit.request.start * strides.token;
@@ -334,12 +329,9 @@ struct DirectCta {
 
   // Before the reads of a tile: where its rows lie, and the scales of its tokens.
   __device__ __forceinline__ void prepare_reads(const DirectWork& work, int begin) {
-    if constexpr (kNarrow) {
-      if (begin + kTokens > work.unit.request.keys - work.unit.request.tokens) wait_for_append();
-      look_up_row(work, begin);
-    } else {
-      if (args.cache_kind == kPaged) look_up(work, begin);
-    }
+    if (begin + kTokens > old_keys(work.unit.request)) wait_for_launch_before();
+    if constexpr (kNarrow) look_up_row(work, begin);
+    else if (args.cache_kind == kPaged) look_up(work, begin);
   }
 
   // Reads of a tile with a token in the cache.
@@ -1108,7 +1100,7 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of
     if (grid.cluster > 1) cluster_arrive();
 #endif
     if (equal.last != 0) {
-      if constexpr (Cta::kNarrow) wait_for_append();
+      wait_for_launch_before();
       return;
     }
     in_cluster = grid.cluster > 1 && equal.segment.count > 1;
@@ -1142,7 +1134,7 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of
     const DirectWork& work = shared.works[turn ^ 1];
     cta.run_segment(work, turn ^ 1);
     const bool ends = shared.works[turn].last != 0;
-    if (Cta::kNarrow && ends) wait_for_append();
+    if (ends) wait_for_launch_before();
     if (begun) cta.store_to_shared();
     if (!ends && cta.stages()) cta.stage(shared.works[turn], turn);
     __syncthreads();
@@ -1241,7 +1233,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
   }
   __syncthreads();
   cta.run_segment(work, 0);
-  if constexpr (Cta::kNarrow) wait_for_append();
+  wait_for_launch_before();
   cta.store_to_shared();
   __syncthreads();
   const Span rows = unit_rows(args, work.unit.request, row_tile);

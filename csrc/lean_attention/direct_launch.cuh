@@ -29,10 +29,7 @@ int launch_direct_kernel(DirectKernelPointer kernel, const Args& args, DirectCut
     });
   DirectLaunch direct = {direct_grid(chosen), chosen};
   direct.grid.cluster = cluster;
-  if (args.follows_append) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
+  if (args.begins_early) allow_dependent_launch(config, attributes);
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, direct);
   if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return launched;

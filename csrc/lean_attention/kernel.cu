@@ -478,6 +478,7 @@ void cut_for_cuda(Args& args) {
   const int few_rows = has_narrow_cache(args) && narrow_direct_rows(args, args.group) == 0 ? kNarrowFewRows : 8;
   if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(few_rows / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
+  args.lone_tokens = few && args.tokens == 1 && args.causal;
 }
 
 Args short_launch(const Args& args) {
@@ -586,6 +587,21 @@ int launch_float_of_half(Args args, cudaStream_t stream) {
   return for_type(args, [&](auto type) { return launch_float<decltype(type)>(args, false, stream); });
 }
 
+// Whether a CTA reads all its tokens at once.
+bool has_few_tokens(const Args& args) {
+  return args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once(args, args.plan);
+}
+
+// Whether DirectKernel runs a plan for 16-bit caches. Pages too, unless a unit has 16 rows and these have all of 128 columns: those
+// are read faster through the ring. And wide heads of short dense caches that requests may fill in part.
+bool runs_directly(const Args& args, int shared_bytes) {
+  if (has_narrow_cache(args) || !is_direct(args, args.plan, shared_bytes)) return false;
+  const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
+  const bool short_wide =
+      args.cache_kind == kDense && args.seq_lens != nullptr && columns_of(args) > 192 && args.capacity <= kShortWide;
+  return pages || short_wide || has_few_tokens(args);
+}
+
 // The kernel that args.plan asks for, and the merge of its units.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   const auto then_merge = [&](int error, bool scales_far = false) {
@@ -598,8 +614,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
   // contexts in one piece are read faster by TMA.
-  const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once(args, args.plan);
-  const DirectCut cut = clusters && few_tokens ? DirectCut::kClustersOfFew : clusters ? DirectCut::kClusters : DirectCut::kPlan;
+  const DirectCut cut = clusters && has_few_tokens(args) ? DirectCut::kClustersOfFew
+                        : clusters                       ? DirectCut::kClusters
+                                                         : DirectCut::kPlan;
   if (has_narrow_cache(args) && !args.plan.converts) {
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     if (!args.plan.directly) return then_merge(launch_narrow(args, max_shared_bytes, stream));
@@ -611,6 +628,13 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   }
   if (by_16_bytes && args.plan.one_segment > 0)
     return for_type(args, [&](auto type) { return launch_one_segment<decltype(type)>(args, width, stream); });
+  if (by_16_bytes && runs_directly(args, max_shared_bytes))
+    return then_merge(for_type(args, [&](auto type) {
+      using T = decltype(type);
+      return launch_direct_width(args, [&](auto w, auto blocks) {
+        return launch_direct<T, decltype(w)::value, decltype(blocks)::value>(args, cut, stream);
+      });
+    }));
   const bool many_rows = args.plan.row_tile > 16, wgmma = many_rows && takes_wgmma(args);
   const Ring ring = ring_of(args, args.plan.row_tile, wgmma, max_shared_bytes);
   if (!by_16_bytes || ring.slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16)))
@@ -622,18 +646,6 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  // Pages too, unless a unit has 16 rows and these have all of 128 columns: those are read faster through the ring. And wide heads of
-  // short dense caches that requests may fill in part.
-  const bool pages = args.cache_kind == kPaged && (args.plan.row_tile <= kDirectRows || columns_of(args) < 128);
-  const bool short_wide =
-      args.cache_kind == kDense && args.seq_lens != nullptr && columns_of(args) > 192 && args.capacity <= kShortWide;
-  if (is_direct(args, args.plan, max_shared_bytes) && (few_tokens || pages || short_wide))
-    return then_merge(for_type(args, [&](auto type) {
-      using T = decltype(type);
-      return launch_direct_width(args, [&](auto w, auto blocks) {
-        return launch_direct<T, decltype(w)::value, decltype(blocks)::value>(args, cut, stream);
-      });
-    }));
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
@@ -703,7 +715,8 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
     args.append = false;
     // Who reads old rows before the append has ended must not have a new row's sector of 32 bytes in L1 then.
     const bool whole_sectors = aligned(args.key_cache, 32) && aligned(args.value_cache, 32);
-    args.follows_append = !args.packed_tokens && code_version(device) >= 90 && whole_sectors;
+    args.begins_early =
+        (!args.packed_tokens || args.lone_tokens) && dependent_launches() && code_version(device) >= 90 && whole_sectors;
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
@@ -716,7 +729,7 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
   if (args.rotary_half > 0 && (!fits || args.plan.converts || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
-    args.follows_append = false;
+    args.begins_early = false;
   }
   return launch_pieces(args, device, max_shared_bytes, half ? fits : by_16_bytes, stream);
 }
@@ -770,6 +783,11 @@ int launch_attention(const Args& call, int device, void* stream) {
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
     }
+    // Of lone tokens the kernel needs no notes, and reads old keys while the new ones are appended.
+    const bool whole_sectors =
+        (args.key_width | args.value_width) % 16 == 0 && aligned(args.key_cache, 32) && aligned(args.value_cache, 32);
+    args.begins_early = args.lone_tokens && by_16_bytes && prepares(args) && whole_sectors && dependent_launches() &&
+                        code_version(device) >= 90 && (args.plan.one_segment > 0 || runs_directly(args, max_shared_bytes));
     const int error = prepare_packed(args, by_16_bytes, static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
   }

@@ -84,6 +84,7 @@ struct Request {
   int32_t b;         // whose cache it is
   int32_t origin;    // x strides.batch: where its rows begin
   int32_t position;  // of token 0
+  int32_t earlier;   // of a piece: new tokens of its request before these
 };
 
 // A GPU's kernel waits for each of the 64-byte lines of its arguments that it uses, one after the other, so that what every
@@ -99,6 +100,7 @@ struct Args {
   bool causal, append;
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
   bool packed_tokens;       // the new tokens of all requests stand one after the other; batch and tokens: see cut_into_pieces
+  bool lone_tokens;  // CUDA: their pieces are causal and of one token; kernels work them out, and args.pieces is not read
   Plan plan;
 
   // T [B,H,Nq,D], or [H,Nq,D] of packed tokens; in one tensor with new_key and new_value, all three have the strides of the
@@ -141,7 +143,7 @@ struct Args {
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches; of int4 their bytes
   Scales key_scales, value_scales;                   // of quantised caches
-  bool follows_append;  // the launch before this one writes the new tokens, and may still run: see direct_kernel.cuh
+  bool begins_early;  // the launch before this one appends the new tokens, and may still run: see direct_kernel.cuh
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h

@@ -5,6 +5,7 @@
 // kWarps-th part.
 #include <cuda_runtime.h>
 
+#include "core/dependent_launch.cuh"
 #include "lean_attention/device.cuh"
 
 namespace leanfleet::lean_attention {
@@ -170,9 +171,7 @@ struct Merge {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kPerSm) MergeKernel(const __grid_constant__ Args args, bool scales_far) {
   __shared__ Shared shared;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_launch_before();
   const Merge<T> merge{args, scales_far, shared, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
 #pragma unroll 1
   for (int base = 0; base < args.plan.max_ranges; base += kThreads) merge.run(base);
@@ -186,13 +185,10 @@ int launch_merge(const Args& args, bool scales_far, bool early, void* stream) {
   const int64_t items = cut * min32(args.group * args.tokens, args.plan.row_tile) * ceil_div(args.value_width, kColumns);
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
   config.gridDim = dim3(static_cast<unsigned>(items < kMostCtas ? items : kMostCtas));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
+  if (early) allow_dependent_launch(config, &attribute);
   const auto kernel = args.dtype == static_cast<int>(DType::kFloat32)   ? MergeKernel<float>
                       : args.dtype == static_cast<int>(DType::kFloat16) ? MergeKernel<__half>
                                                                         : MergeKernel<__nv_bfloat16>;

@@ -35,10 +35,7 @@ int launch_ctas(const Args& args, int parts, cudaStream_t stream) {
   using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kInCluster>;
   if (kInCluster && clusters_at_once<Shared>(reinterpret_cast<const void*>(kernel), config) == 0)  // a part of a GPU, say
     return launch_ctas<T, kWidth, kRows, kSmall, UnitOf::kOneCta, kKeys, kValues>(args, 1, stream);
-  if (args.follows_append) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
+  if (args.begins_early) allow_dependent_launch(config, attributes);
   error = cudaLaunchKernelEx(&config, kernel, OneSegmentLaunch{parts, row_tiles, args});
   if (error != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return error;

@@ -2,6 +2,7 @@
 // packed tokens together with the append.
 #include <cuda_runtime.h>
 
+#include "core/dependent_launch.cuh"
 #include "lean_attention/device.cuh"
 
 namespace leanfleet::lean_attention {
@@ -109,6 +110,7 @@ __device__ __forceinline__ int owner_of_token(const Args& args, int token) {
 template <class T>
 __global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ Args args, int first_row) {
   constexpr int kAtOnce = 4;
+  let_next_launch_begin();
   note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   const int lane = threadIdx.x % 32, warps = gridDim.x * 8;
   const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8, chunks = args.value_width / 8;

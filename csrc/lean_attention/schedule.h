@@ -85,6 +85,7 @@ LEANFLEET_HD int32_t query_offset(const Args& args, int32_t b) {
 }
 
 LEANFLEET_HD int32_t first_piece(const Args& args, int32_t b) {
+  if (args.tokens == 1) return query_offset(args, b);
   return (query_offset(args, b) + b * (args.tokens - 1)) / args.tokens;
 }
 
@@ -96,6 +97,7 @@ LEANFLEET_HD Request packed_tokens(const Args& args, int32_t b, int32_t skip, in
   const int32_t begin = query_offset(args, b), rows = query_offset(args, b + 1) - begin;
   const int32_t tokens = clamp(rows, 0, request.keys);
   request.origin = begin + skip;
+  request.earlier = skip;
   request.rows = skip < 0 ? 0 : clamp(rows - skip, 0, most);
   request.position = request.keys - tokens + skip;
   request.tokens = clamp(tokens - skip, 0, request.rows);
@@ -129,7 +131,7 @@ LEANFLEET_HD void cut_into_pieces(Args& args, int32_t tokens) {
 
 // The request, or the piece, of this index.
 LEANFLEET_HD Request request_of(const Args& args, int32_t index) {
-  if (args.packed_tokens) return args.pieces[index];
+  if (args.packed_tokens) return args.lone_tokens ? piece(args, index) : args.pieces[index];
   Request request = cache_of(args, index);
   request.rows = args.tokens;
   request.origin = index;
@@ -138,6 +140,9 @@ LEANFLEET_HD Request request_of(const Args& args, int32_t index) {
   request.position = request.keys - request.tokens;
   return request;
 }
+
+// The keys that the cache held before the call.
+LEANFLEET_HD int32_t old_keys(const Request& request) { return request.position - request.earlier; }
 
 // All new tokens of request b.
 LEANFLEET_HD Request whole_request(const Args& args, int32_t b) {

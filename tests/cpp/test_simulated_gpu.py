@@ -26,7 +26,15 @@ from support import (
     quantised_cases,
     ranks,
 )
-from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
+from support.attention_cases import (
+    FORM_NAMES,
+    QUANT_PAIRS,
+    VARIANTS,
+    draw_lone_tokens,
+    draw_packed_tokens,
+    make_case,
+    same_bits,
+)
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.kernels import run_kernel
 from support.paths import ROOT
@@ -883,6 +891,21 @@ def test_attention_over_rows_straight_into_registers(lean_attention, append, dty
             assert_attention(found, inputs, attrs, (seed, variant))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_of_lone_tokens(lean_attention, seed):
+    """No more packed tokens than requests, whoever has them: kernels work out by themselves which tokens are whose."""
+    run, count = lean_attention
+    source = random.Random(seed)
+    for _ in range(2):
+        inputs, attrs, words = draw_lone_tokens(source, (48, 64, 80, 128, 256), most_keys=300)
+        print(words)
+        before = count()
+        found = run({n: t if t is None else t.clone() for n, t in inputs.items()}, attrs)
+        assert count() > before, "another kernel ran"
+        assert_attention(found, inputs, attrs, words)
+
+
 # The same for units of 8 and of 16 rows, one and several of a head, and wide rows.
 ONE_SEGMENT = (
     (64, 64, (4, 2), 1, (1, 300, 65)),
@@ -1009,6 +1032,16 @@ def test_any_call_over_quantised_caches(lean_attention, seed):
         print(words)
         in_place = bool(attrs["append"]) and source.random() < 0.5
         quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_lone_tokens_over_quantised_caches(lean_attention, seed):
+    run, _ = lean_attention
+    source = random.Random(seed)
+    inputs, attrs, words = draw_lone_tokens(source, (40, 64, 128), most_keys=200, quant=QUANT_PAIRS)
+    print(words)
+    quantised_cases.check(run, inputs, attrs, in_place=bool(attrs["append"]))
 
 
 @pytest.mark.slow

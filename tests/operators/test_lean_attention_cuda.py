@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
-from support import non_finite
+from support import kernels, non_finite
 from support.attention_cases import (
     BLOCK,
     DTYPES,
     NAN,
     VARIANTS,
     assert_one_rounding,
+    draw_lone_tokens,
     draw_packed_prompts,
     draw_packed_tokens,
     int32,
@@ -349,6 +350,66 @@ def test_packed_new_tokens(seed):
         inputs, attrs, words = draw_packed_tokens(source, (8, 48, 64, 64, 128, 128, 192, 256))
         print(words)
         check(inputs, attrs, in_place=bool(attrs["append"]) and source.random() < 0.5, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_more_packed_tokens_than_requests(seed):
+    """Kernels work out by themselves which tokens are whose, also where some requests have more than one and others none."""
+    source = random.Random(seed)
+    for _ in range(5):
+        inputs, attrs, words = draw_lone_tokens(source, (8, 48, 64, 64, 80, 128, 128, 192, 256), most_keys=9000)
+        print(words)
+        check(inputs, attrs, in_place=bool(attrs["append"]) and source.random() < 0.5, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("packed_tokens", (False, True))
+@pytest.mark.parametrize("D, lens", ((128, 4096), (64, 900), (64, 90)))
+@pytest.mark.parametrize("quant", (None, ("token int8", "token int8")), ids=str)
+def test_launches_that_begin_while_the_one_before_ends(quant, D, lens, packed_tokens):
+    """In a graph, behind a kernel that lets the call begin and then writes one of the tensors that the call reads."""
+    from support.late_writer import write_late
+
+    source = random.Random(3)
+    facts = dict(variant="paged", dtype=HALF[0], H=8, Hkv=2, D=D, Dv=D, append=True, rotary=D // 2, positions=lens)
+    if quant is not None:
+        facts["quant"] = quant
+    cases = []
+    for _ in range(3):
+        case = make_case(
+            source.randrange(2**20),
+            lens=[source.randint(1, lens) for _ in range(11)] + [lens],
+            query_lens=[1] * 12,
+            Nq=1,
+            **facts,
+        )
+        cases.append(one_after_another(*case) if packed_tokens else case)
+    attrs, given = cases[0][1], [to_cuda(inputs) for inputs, _ in cases]
+    held = {n: t if t is None else t.clone() for n, t in given[0].items()}
+    launches = kernels.Launches("LeanAttention", held, attrs, in_place=True)
+    right = []
+    for inputs in given:
+        own = {n: t if t is None else t.clone() for n, t in inputs.items()}
+        alone = kernels.Launches("LeanAttention", own, attrs, in_place=True)
+        alone.run()
+        torch.cuda.synchronize()
+        right.append(alone.outputs)
+    for late in (n for n, t in held.items() if t is not None and n not in ("cos_cache", "sin_cache")):
+        write_late(held[late], given[0][late])  # compiled
+        kept, graph = [], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for inputs in given:
+                for name, t in inputs.items():
+                    if t is not None and name != late:
+                        held[name].copy_(t)
+                write_late(held[late], inputs[late])
+                launches.run()
+                kept.append({n: t.clone() for n, t in launches.outputs.items()})
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+            for turn, outputs in enumerate(kept):
+                for name, t in outputs.items():
+                    assert same_bits(t.cpu(), right[turn][name].cpu()), (late, turn, name)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -8,7 +8,17 @@ import torch
 
 from leanfleet import native
 from support import quantised_cases
-from support.attention_cases import DTYPES, FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, packed, same_bits
+from support.attention_cases import (
+    DTYPES,
+    FORM_NAMES,
+    QUANT_PAIRS,
+    VARIANTS,
+    draw_lone_tokens,
+    draw_packed_tokens,
+    make_case,
+    packed,
+    same_bits,
+)
 from support.kernels import Launches, run_kernel
 from support.quantised_cases import CALLS, check, draw
 
@@ -48,6 +58,16 @@ def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(6):
         inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=QUANT_PAIRS)
+        print(words)
+        in_place = bool(attrs["append"]) and source.random() < 0.5
+        check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_packed_tokens_than_requests(seed):
+    source = random.Random(seed)
+    for _ in range(5):
+        inputs, attrs, words = draw_lone_tokens(source, WIDTHS, most_keys=5000, quant=QUANT_PAIRS)
         print(words)
         in_place = bool(attrs["append"]) and source.random() < 0.5
         check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))

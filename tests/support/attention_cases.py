@@ -244,6 +244,50 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
+def draw_lone_tokens(
+    source, widths, most_keys=900, dtypes=DTYPES[1:], quant=(), groups=((1, 1), (2, 3), (1, 8), (2, 16), (2, 7))
+):
+    """The same of no more tokens than requests: mostly one each, but some have up to 40 and others none."""
+    Hkv, group = source.choice(groups)
+    together = source.random() < 0.4
+    D = source.choice(widths)
+    Dv = D if together else source.choice(widths)
+    B = source.choice((1, 2, 5, 9, 33, 45))
+    counts = [1] * B
+    for _ in range(source.choice((0, 0, 1, 2))):
+        taken, given = source.randrange(B), source.randrange(B)
+        many = min(source.choice((1, 2, 9, 20, 40)), B - 1)
+        for other in source.sample([b for b in range(B) if b != given], many):
+            counts[given] += counts[other]
+            counts[other] = 0
+        if source.random() < 0.5:
+            counts[taken] = 0
+    append = together or source.random() < 0.8
+    facts = dict(
+        variant=source.choice((*VARIANTS, "paged")),
+        dtype=source.choice(dtypes),
+        lens=[n + source.choice((0, 1, 64, 200, most_keys)) for n in counts],
+        query_lens=counts,
+        Nq=max(1, *counts),
+        H=Hkv * group,
+        Hkv=Hkv,
+        D=D,
+        Dv=Dv,
+        layout=source.choice(("bhnd", "bnhd")),
+        append=append,
+        window=source.choice((-1, -1, 5, 20)),
+        softcap=source.choice((0.0, 0.0, 5.0)),
+        sinks=source.random() < 0.3,
+        rotary=source.choice((0, D // 2, D // 4)),
+    )
+    if quant:
+        facts["quant"] = source.choice(quant)
+    spare = source.choice((0, 0, B - sum(counts)))
+    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=spare)
+    inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
+    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
 def draw_packed_prompts(source, widths=(64, 64, 128, 128, 192, 256)):
     """The same of prompts in 16 bits, of so many pieces that CUDA deals them out whole, on 132 SMs; few requests have one token."""
     Hkv, group, D = source.choice((8, 16)), source.choice((1, 2, 4)), source.choice(widths)

@@ -1,0 +1,66 @@
+// Launches that may begin while the launch before them in their stream still runs (programmatic dependent launch, CUDA Programming
+// Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. Until
+// wait_for_launch_before() such a kernel writes nothing and reads nothing that the launch before may write.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "core/cuda_target.h"
+
+namespace leanfleet {
+
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the launch behind begin once all CTAs have come here or ended, if it may. For kernels that were not launched so themselves:
+// no more than two launches are under way.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Allows it for a launch. Code for GPUs before 9.0 does not wait, and must not be launched so.
+inline void allow_dependent_launch(cudaLaunchConfig_t& config, cudaLaunchAttribute* attributes) {
+  attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+}
+
+// Whether code for 9.0 and later was loaded for a kernel on the current device, and such launches are wanted.
+template <auto kKernel>
+bool may_launch_dependently() {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not asked yet
+  int device = 0;
+  if (!dependent_launches() || cudaGetDevice(&device) != cudaSuccess) return false;
+  int version = known[device % kDevices].load(std::memory_order_relaxed);
+  if (version == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kKernel) != cudaSuccess) return false;
+    version = attributes.ptxVersion;
+    known[device % kDevices].store(version, std::memory_order_relaxed);
+  }
+  return version >= 90;
+}
+
+// Launches a kernel that begins with wait_for_launch_before().
+template <auto kKernel, class... Given>
+cudaError_t launch_dependently(dim3 blocks, unsigned threads, cudaStream_t stream, Given&&... given) {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+  config.gridDim = blocks;
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  if (may_launch_dependently<kKernel>()) allow_dependent_launch(config, &attribute);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kKernel, given...);
+  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
+  return launched;
+}
+
+}  // namespace leanfleet
