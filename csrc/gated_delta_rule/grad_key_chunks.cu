@@ -15,14 +15,17 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-// Records in global memory. Of a chunk and a value head: keys with the decay from their token to the chunk's end, and from its
-// begin to their token, as planes; -M as make_system has it; kept: the decay of the chunk; key: 1 over the lengths of keys.
+// The decay of a chunk's first token is multiplied into the state before the chunk and its gradient, in float32, that of a block's
+// first token into sums over its rows: what is left for planes is 1 at one token at least, and does not leave float16's range.
+// Records in global memory. Of a chunk and a value head: keys with the decay from their token to the chunk's end, and from behind
+// its first token to theirs, as planes; -M as make_system has it; key: 1 over the lengths of keys; first: the decay of the chunk's
+// first token, kept: that of the others.
 template <int kD>
 struct alignas(128) KeyGradSystem {
   unsigned char to_state[2][kChunk * kD * 2], from_state[2][kChunk * kD * 2], planes[2][kSquareBytes];
-  float beta[kChunk], key[kChunk], kept[kD];
+  float beta[kChunk], key[kChunk], first[kD], kept[kD];
 };
-// Of a chunk and a head of the output: queries with the decay from the chunk's begin, and P, both over scale.
+// Of a chunk and a head of the output: queries with the decay from behind the chunk's first token, and P, both over scale.
 template <int kD>
 struct alignas(128) KeyGradScores {
   unsigned char from_state[2][kChunk * kD * 2], planes[2][kSquareBytes];
@@ -50,7 +53,7 @@ struct KeyPrepareLayout {
 template <int kD>
 struct KeyPrepareShared {
   float key[kChunk], query[kChunk], beta[kChunk];  // factors of rows
-  float totals[kBlocks][kD];                       // decays of blocks
+  float totals[kBlocks][kD];                       // decays of blocks, of the first one but for its first token
   alignas(16) float diagonal[kBlocks][kBlock][kDiagonalStride];
 };
 
@@ -102,9 +105,8 @@ struct KeyPrepare {
     const float2 one = make_float2(1.0f, 1.0f);
     if (has_keys()) {
       c.template take_rows<T>(shared, s.key);
-      const float2 total = c.from_first(one, [&](int t, float2 x) { put(L::kKeysFirst, t, c.column, x); });
+      c.from_first(one, [&](int t, float2 x) { put(L::kKeysFirst, t, c.column, x); });
       c.to_last(one, [&](int t, float2 x) { put(L::kLast, t, c.column, x); });
-      *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = total;
     } else {
 #pragma unroll
       for (int i = 0; i < kBlock; ++i)
@@ -112,6 +114,16 @@ struct KeyPrepare {
       c.template take_rows<T>(shared + L::kQueries, s.query);
       c.from_first(one, [&](int t, float2 x) { put(L::kQueriesFirst, t, c.column, x); });
     }
+  }
+
+  // Without the chunk's first token from here on.
+  __device__ __forceinline__ void sum_decays(KeyColumns<kD>& c) const {
+    if (c.first_token == 0) {
+      if (has_keys() && makes_system())
+        *reinterpret_cast<float2*>(&system_at<kD>(window, slot, head).first[c.column]) = c.decay[0];
+      c.decay[0] = make_float2(1.0f, 1.0f);
+    }
+    if (has_keys()) *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = c.over_block();
   }
 
   // To the records, once decays of whole blocks are there.
@@ -179,6 +191,7 @@ struct KeyPrepare {
       s.query[tid - kChunk] = row_factor<T, kD>(at(L::kQueries), tid - kChunk, window.args.in.normalize, 1.0f);
     __syncthreads();
     make_rows(c);
+    sum_decays(c);
     __syncthreads();
     send_rows(c);
     make_below_diagonal(warp, lane);
@@ -254,6 +267,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) KeyForwardsKernel(cons
     __syncthreads();  // the chunk is there, and the other stage has been read
     if (chunk + 1 < work.last) take(chunk + 1, base + (turn ^ 1) * L::kStage);
     const int64_t at = slot_in(window, pass, chunk) * pass.units + pass.unit;
+    state.decay([&](int n) { return column_pair(record.first + 64 * pass.part, n, lane); });
     float u[2 * kBlocks][4];
     if (window.keeps) {
       multiply_and_keep<L::kRows>(state, from_state, static_cast<KeptState<kD>*>(window.states)[at], pass, room, u);
@@ -372,6 +386,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) KeyBackwardsKernel(con
 #pragma unroll
       for (int e = 0; e < 4; ++e) u[n][e] = -u[n][e];
     state.template enter<L::kRows>(base + kRest + part, lane, u, [](int) { return make_float2(1.0f, 1.0f); });
+    state.decay([&](int n) { return column_pair(record.first + 64 * pass.part, n, lane); });
     __syncthreads();
     if (more) {
       take_system(chunk - 1, kRest, sizeof(System));
@@ -383,7 +398,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) KeyBackwardsKernel(con
 }
 
 // Of the last kernel: rows as they are; in two planes keys with decay to their block's last token, keys times -beta and queries
-// with that from their block's first; slabs. Later, in place of slabs, squares of pairs of tokens, and those within blocks as
+// with that from behind their block's first; slabs. Later, in place of slabs, squares of pairs of tokens, and those within blocks as
 // pairs of floats; in place of planes three tiles of floats.
 template <int kD>
 struct KeyChunksLayout {
@@ -395,19 +410,19 @@ struct KeyChunksLayout {
 };
 template <int kD>
 struct KeyChunksShared {
-  float beta[kChunk], key[kChunk], query[kChunk];                      // factors of rows; those of queries with scale
-  float totals[kBlocks][kD];                                           // decays of blocks
-  float whole[kBlocks][kD];                                            // S . dS, of every fourth slab
-  float states[kBlocks][kD], rows[kBlocks][kD], columns[kBlocks][kD];  // see KeyChunkGrads
+  float beta[kChunk], key[kChunk], query[kChunk];  // factors of rows; those of queries with scale
+  float totals[kBlocks][kD];                       // decays of blocks, of the first one but for its first token
+  float firsts[kBlocks][kD];                       // decays of blocks' first tokens
+  float whole[kBlocks][kD];                        // S . dS, of every fourth slab
+  float states[kBlocks][kD], rows[kBlocks][kD], later[kBlocks][kD];  // see KeyChunkGrads
   float values[kChunk], grad_beta[kD / 32][kChunk];
   float inverse[2][kBlocks][kBlocks];  // of blocks of squares
 };
 
 // A CTA's part of KeyChunksKernel. What tokens hand on to each other and to states runs through the decays of all tokens between:
-// the gradient of a token's is the sum of all that runs through it, as many products of rows with their own gradients. Of a block
-//   rows     is what comes to its rows from the state and from blocks before it
-//   columns  is what goes from its keys to blocks behind it and to the state behind, of which `states` is the latter
-// so that what runs through a whole block is what leaves it at its end less `columns`.
+// the gradient of a token's is the sum of all that runs through it, of products of rows or keys with their own gradients. Of a
+// block `rows` is what comes to its rows from the state and from blocks before it, `later` what goes from its keys to blocks
+// behind it, `states` what goes to the state behind: what runs through a whole block is a sum of these over other blocks.
 template <class T, int kD>
 struct KeyChunkGrads : SlabProducts<T, kD, true> {
   using Base = SlabProducts<T, kD, true>;
@@ -456,11 +471,15 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     const auto put = [&](int tile, int t, float2 x) {
       store_planes<T>(base() + tile, base() + tile + L::kRows, t, c.column, x.x, x.y);
     };
+    const int its_block = c.first_token / kBlock;
     c.load_decays(window.args.in, chunk, head, 0);
     c.template take_rows<T>(shared, s.key);
     c.to_last(one, [&](int t, float2 x) { put(L::kLast, t, x); });
-    const float2 total = c.from_first(one, [&](int t, float2 x) { put(L::kKeysFirst, t, times(-s.beta[t], x)); });
-    *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = total;
+    const float2 first = c.decay[0];
+    c.decay[0] = one;
+    c.from_first(one, [&](int t, float2 x) { put(L::kKeysFirst, t, times(-s.beta[t], x)); });
+    *reinterpret_cast<float2*>(&s.firsts[its_block][c.column]) = first;
+    *reinterpret_cast<float2*>(&s.totals[its_block][c.column]) = its_block == 0 ? c.over_block() : times(first, c.over_block());
     c.template take_rows<T>(shared + L::kQueries, s.query);
     c.from_first(one, [&](int t, float2 x) { put(L::kQueriesFirst, t, x); });
   }
@@ -483,6 +502,19 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     for (int n = 0; n < kTiles; ++n) {
       const float2 before = whole_blocks(s.totals, 0, block, dimension(n)),
                    behind = whole_blocks(s.totals, block + 1, kBlocks, dimension(n));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        query[n][2 * r] *= before.x, query[n][2 * r + 1] *= before.y;
+        rule[n][2 * r] *= before.x, rule[n][2 * r + 1] *= before.y;
+        key[n][2 * r] *= behind.x, key[n][2 * r + 1] *= behind.y;
+      }
+    }
+    sum_keys(key, s.states[block]);
+  }
+  // Sums over this warp's rows of keys with decay to their block's last token times x.
+  __device__ __forceinline__ void sum_keys(const float (&x)[kTiles][4], float* sums) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -490,17 +522,14 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
         const uint32_t planes[2] = {*reinterpret_cast<const uint32_t*>(place),
                                     *reinterpret_cast<const uint32_t*>(place + L::kRows)};
         const float2 last = join_pair<T>(planes);
-        query[n][2 * r] *= before.x, query[n][2 * r + 1] *= before.y;
-        rule[n][2 * r] *= before.x, rule[n][2 * r + 1] *= before.y;
-        key[n][2 * r] *= behind.x, key[n][2 * r + 1] *= behind.y;
-        sum.x += last.x * key[n][2 * r], sum.y += last.y * key[n][2 * r + 1];
+        sum.x += last.x * x[n][2 * r], sum.y += last.y * x[n][2 * r + 1];
       }
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
         sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset);
         sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
       }
-      if (lane < 4) *reinterpret_cast<float2*>(&s.states[block][dimension(n)]) = sum;
+      if (lane < 4) *reinterpret_cast<float2*>(&sums[dimension(n)]) = sum;
     }
   }
 
@@ -542,7 +571,8 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       for (int n = 2 * j; n < 2 * j + 2; ++n) {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         add_product<T>(sum, a, b, n % 2, inverse);
-        const float2 by = whole_blocks(s.totals, (kTurned ? block : other) + 1, kTurned ? other : block, dimension(n));
+        float2 by = whole_blocks(s.totals, (kTurned ? block : other) + 1, kTurned ? other : block, dimension(n));
+        if (kTurned) by = times(by, *reinterpret_cast<const float2*>(&s.firsts[other][dimension(n)]));
 #pragma unroll
         for (int e = 0; e < 4; e += 2) x[n][e] += by.x * sum[e], x[n][e + 1] += by.y * sum[e + 1];
       }
@@ -554,11 +584,18 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       add_block<false>(0, other, L::kLast, query);
       if (with_keys) add_block<false>(1, other, L::kLast, rule);
     }
+    float later[kTiles][4];
+    this->clear(later);
 #pragma unroll 1
     for (int other = block + 1; other < kBlocks; ++other) {
-      add_block<true>(0, other, L::kQueriesFirst, key);
-      if (with_keys) add_block<true>(1, other, L::kKeysFirst, key);
+      add_block<true>(0, other, L::kQueriesFirst, later);
+      if (with_keys) add_block<true>(1, other, L::kKeysFirst, later);
     }
+    sum_keys(later, s.later[block]);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) key[n][e] += later[n][e];
   }
 
   // Tiles of floats: rows of kD, whose groups of eight stand where the row's number takes them, so that eight rows of a fragment
@@ -594,7 +631,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     for (int i = 0; i < kBlock; ++i) {
       const int t = kBlock * its_block + i;
       c.decay[i] = expf(c.decay[i]);
-      by *= c.decay[i];
+      if (t > 0) by *= c.decay[i];
       c.key[i] = s.key[t] * unpack_one(T{}, load_2_bytes(base() + element_offset(t, d)));
       c.of_beta[i] = s.beta[t] * c.key[i];
       c.query[i] = s.query[t] * unpack_one(T{}, load_2_bytes(base() + L::kQueries + element_offset(t, d)));
@@ -612,23 +649,27 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     return c.query[i] * c.grad_query[i] - c.of_beta[i] * c.grad_rule[i];
   }
 
-  __device__ __forceinline__ void sum_block(int its_block, int d) const {
+  __device__ __forceinline__ void sum_rows(int its_block, int d) const {
     Column c;
     take_column(its_block, d, c);
-    float rows = 0.0f, columns = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) rows += along_row(c, i), columns += c.key[i] * c.grad_key[i];
-    s.rows[its_block][d] = rows, s.columns[its_block][d] = columns;
+    for (int i = 0; i < kBlock; ++i) sum += along_row(c, i);
+    s.rows[its_block][d] = sum;
   }
 
-  // What runs through all of a block.
+  // What runs through all of a block, of all that comes to rows behind it less what comes from keys that are not before it.
   __device__ __forceinline__ float through_block(int its_block, int d) const {
-    float kept = 1.0f, sum = 0.0f, states = 0.0f;
+    float kept = 1.0f, states = 0.0f, whole_state = 0.0f, rows = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) kept *= s.totals[i][d], sum += s.whole[i][d], states += s.states[i][d];
-    float leaves = with_keys ? kept * sum + states : 0.0f;
-    for (int i = kBlocks - 1; i > its_block; --i) leaves += s.rows[i][d] - s.columns[i][d];
-    return leaves - s.columns[its_block][d];
+    for (int i = 0; i < kBlocks; ++i) {
+      kept *= s.totals[i][d];
+      if (with_keys) whole_state += s.whole[i][d];
+      if (i < its_block) states += s.states[i][d];
+      if (i > its_block) rows += s.rows[i][d];
+      if (i >= its_block) rows -= s.later[i][d];
+    }
+    return kept * whole_state + states + rows;
   }
 
   // Gradients of the decays of a block's tokens, and of its rows and keys what they hand on to each other too.
@@ -725,7 +766,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     put_sums(0, query), put_sums(1, rule), put_sums(2, key);
     __syncthreads();
 #pragma unroll 1
-    for (int item = tid; item < kBlocks * kD; item += kGradThreads) sum_block(item / kD, item % kD);
+    for (int item = tid; item < kBlocks * kD; item += kGradThreads) sum_rows(item / kD, item % kD);
     __syncthreads();
 #pragma unroll 1
     for (int item = tid; item < kBlocks * kD; item += kGradThreads) give_column(item / kD, item % kD);

@@ -75,6 +75,14 @@ struct KeyColumns {
     for (int i = 0; i < kBlock; ++i) decay[i] = make_float2(expf(decay[i].x), expf(decay[i].y));
   }
 
+  // The decay of the block.
+  __device__ __forceinline__ float2 over_block() const {
+    float2 by = decay[0];
+#pragma unroll
+    for (int i = 1; i < kBlock; ++i) by = times(by, decay[i]);
+    return by;
+  }
+
   // A tile's columns, times factors of rows.
   template <class T>
   __device__ __forceinline__ void take_rows(const unsigned char* tile, const float* factors) {

@@ -315,6 +315,17 @@ struct State {
       }
   }
 
+  // by(n): factors of the key dimensions that a lane has in tile n.
+  template <class By>
+  __device__ __forceinline__ void decay(By&& by) {
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      const float2 of = by(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] *= e % 2 ? of.y : of.x;
+    }
+  }
+
   // c = S^T X^T for the tile of X, or two planes of X that are kLow bytes apart. Calls split(k, left side, what undoes its scale)
   // for 16 key dimensions at a time.
   template <int kLow = 0, class Split>
