@@ -513,6 +513,7 @@ struct ChunkGrads : SlabProducts<T, kD, false> {
         s.query[tid] = args.scale * static_cast<const GradScores*>(window.scores)[slot * args.heads + out_head].query[tid];
       this->clear(query), this->clear(of_query);
       this->choose_columns(out_head);
+      this->begin_slabs(out_head, with_keys);
       this->multiply_slabs(out_head, with_keys);
       finish_states(with_keys);
       if (with_keys) {

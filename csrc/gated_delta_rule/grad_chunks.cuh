@@ -504,17 +504,26 @@ struct SlabProducts {
     }
   }
 
-  __device__ __forceinline__ void multiply_slabs(int64_t out_head, bool with_keys) {
-    const int count = static_cast<int>(ceil_div(window.args.in.value_width, int64_t{kSlab}));
+  __device__ __forceinline__ int slab_count() const {
+    return static_cast<int>(ceil_div(window.args.in.value_width, int64_t{kSlab}));
+  }
+  // Asks for the first slabs.
+  __device__ __forceinline__ void begin_slabs(int64_t out_head, bool with_keys) const {
 #pragma unroll 1
-    for (int k = 1 - kSlabs; k < count; ++k) {
-      if (k >= 0) {
-        cp_async_wait_but<kSlabs - 2>();
-        __syncthreads();  // the slab is there, and the one before has been read
-      }
+    for (int k = 0; k < kSlabs - 1; ++k) {
+      if (k < slab_count()) take_slab(k, out_head, with_keys);
+      cp_async_commit();
+    }
+  }
+  __device__ __forceinline__ void multiply_slabs(int64_t out_head, bool with_keys) {
+    const int count = slab_count();
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      cp_async_wait_but<kSlabs - 2>();
+      __syncthreads();  // the slab is there, and the one before has been read
       if (k + kSlabs - 1 < count) take_slab(k + kSlabs - 1, out_head, with_keys);
       cp_async_commit();
-      if (k >= 0) multiply_slab(k, with_keys);
+      multiply_slab(k, with_keys);
     }
     cp_async_wait();
   }

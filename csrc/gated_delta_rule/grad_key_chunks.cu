@@ -511,26 +511,48 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     }
     sum_keys(key, s.states[block]);
   }
-  // Sums over this warp's rows of keys with decay to their block's last token times x.
-  __device__ __forceinline__ void sum_keys(const float (&x)[kTiles][4], float* sums) const {
+  // sums += rows of a tile in planes times x, of this warp's rows that the lane has.
+  __device__ __forceinline__ void add_products_with(int tile, const float (&x)[kTiles][4], float2 (&sums)[kTiles]) const {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      float2 sum = make_float2(0.0f, 0.0f);
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const unsigned char* const place = shared + L::kLast + 1024 * r + (at.pairs ^ 16 * n);
+        const unsigned char* const place = shared + tile + 1024 * r + (at.pairs ^ 16 * n);
         const uint32_t planes[2] = {*reinterpret_cast<const uint32_t*>(place),
                                     *reinterpret_cast<const uint32_t*>(place + L::kRows)};
-        const float2 last = join_pair<T>(planes);
-        sum.x += last.x * x[n][2 * r], sum.y += last.y * x[n][2 * r + 1];
+        const float2 row = join_pair<T>(planes);
+        sums[n].x += row.x * x[n][2 * r], sums[n].y += row.y * x[n][2 * r + 1];
       }
+  }
+  // The sums of all lanes that have the same key dimensions.
+  __device__ __forceinline__ void put_sums(const float2 (&sums)[kTiles], float* to) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float2 sum = sums[n];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
         sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset);
         sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
       }
-      if (lane < 4) *reinterpret_cast<float2*>(&sums[dimension(n)]) = sum;
+      if (lane < 4) *reinterpret_cast<float2*>(&to[dimension(n)]) = sum;
     }
+  }
+  __device__ __forceinline__ void sum_keys(const float (&x)[kTiles][4], float* to) const {
+    float2 sums[kTiles] = {};
+    add_products_with(L::kLast, x, sums);
+    put_sums(sums, to);
+  }
+  // Where rows read states, the decay of the chunk's first token is in these.
+  __device__ __forceinline__ void sum_rows() const {
+    float2 sums[kTiles] = {};
+    add_products_with(L::kQueriesFirst, query, sums);
+    if (with_keys) add_products_with(L::kKeysFirst, rule, sums);
+    if (block > 0) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+        sums[n] = times(sums[n], *reinterpret_cast<const float2*>(&s.firsts[block][dimension(n)]));
+    }
+    put_sums(sums, s.rows[block]);
   }
 
   // dO U^T and Y U^T: planes, of which what is below the blocks on the diagonal is read, and these blocks as pairs of floats.
@@ -584,6 +606,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       add_block<false>(0, other, L::kLast, query);
       if (with_keys) add_block<false>(1, other, L::kLast, rule);
     }
+    sum_rows();
     float later[kTiles][4];
     this->clear(later);
 #pragma unroll 1
@@ -603,7 +626,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
   __device__ __forceinline__ float* sum_at(int tile, int t, int d) const {
     return reinterpret_cast<float*>(shared + L::kSums) + (tile * kChunk + t) * kD + (d ^ t % 8 * 8);
   }
-  __device__ __forceinline__ void put_sums(int tile, const float (&x)[kTiles][4]) const {
+  __device__ __forceinline__ void put_tile(int tile, const float (&x)[kTiles][4]) const {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -647,15 +670,6 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
   }
   static __device__ __forceinline__ float along_row(const Column& c, int i) {
     return c.query[i] * c.grad_query[i] - c.of_beta[i] * c.grad_rule[i];
-  }
-
-  __device__ __forceinline__ void sum_rows(int its_block, int d) const {
-    Column c;
-    take_column(its_block, d, c);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) sum += along_row(c, i);
-    s.rows[its_block][d] = sum;
   }
 
   // What runs through all of a block, of all that comes to rows behind it less what comes from keys that are not before it.
@@ -751,11 +765,12 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
   __device__ __forceinline__ void run() {
     const int tid = static_cast<int>(threadIdx.x);
     take_chunk();
-    cp_async_wait();
+    this->choose_columns(out_head);
+    this->begin_slabs(out_head, with_keys);
+    cp_async_wait_but<kSlabs - 1>();
     __syncthreads();
     make_rows();
     this->clear(query), this->clear(of_query);
-    this->choose_columns(out_head);
     this->multiply_slabs(out_head, with_keys);
     finish_states();
     __syncthreads();  // the slabs have been read
@@ -763,10 +778,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     __syncthreads();
     add_blocks();
     __syncthreads();  // the planes have been read
-    put_sums(0, query), put_sums(1, rule), put_sums(2, key);
-    __syncthreads();
-#pragma unroll 1
-    for (int item = tid; item < kBlocks * kD; item += kGradThreads) sum_rows(item / kD, item % kD);
+    put_tile(0, query), put_tile(1, rule), put_tile(2, key);
     __syncthreads();
 #pragma unroll 1
     for (int item = tid; item < kBlocks * kD; item += kGradThreads) give_column(item / kD, item % kD);
