@@ -1,8 +1,9 @@
-// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores, for prompts of 16-bit numbers with a decay of each token;
-// cpu_kernel.cpp has the equations, warp_states.cuh what is shared with the forward. Four kernels, a window of chunks at a time:
+// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores, for prompts of 16-bit numbers; cpu_kernel.cpp has the equations,
+// warp_states.cuh what is shared with the forward. Four kernels, a window of chunks at a time, of which grad_key_chunks.cu has
+// others where key dimensions have decays of their own:
 //   GradPrepareKernel  of all chunks at once, what depends on no state: the system, P, factors of rows
 //   ForwardsKernel     takes states from chunk to chunk, as ChunkedKernel does: keeps S before each, and U
-//   BackwardsKernel    takes gradients of states from the last chunk to the first: keeps dS behind each, and Y; gives grad_value
+//   BackwardsKernel    takes gradients of states from the last chunk to the first: keeps dS behind each, Y; gives grad_value
 //   GradChunksKernel   of all chunks at once, what S, dS, U and Y hand on to queries, keys, betas and decays
 // What is kept, and all that is not an input, enters products as sums of two 16-bit numbers, in float16 times powers of two:
 // gradients of beta and of decays are float32 sums of products of them.
@@ -612,7 +613,8 @@ bool grad_chunks_fit(const GradArgs& grad, int shared) {
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.requests == 0) return false;
   if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
-  if (all_slots(args) * args.v_heads * ceil_div(args.value_width, int64_t{kSlice}) > kMaxGrid) return false;
+  const int64_t units = args.v_heads * ceil_div(args.value_width, int64_t{kSlice});
+  if (all_slots(args) * (units > args.heads ? units : args.heads) > kMaxGrid) return false;
   if (args.decay_per_key) return shared >= key_grad_bytes(args.key_width).shared;
   return shared >= (args.key_width <= 64 ? most_shared<64>() : most_shared<128>());
 }

@@ -330,8 +330,8 @@ __device__ __forceinline__ float dot_pairs(const uint32_t (&a)[2][4], int i, flo
   return (high.x + low.x) * y.x + (high.y + low.y) * y.y;
 }
 
-// Where a lane reads and writes in tiles: the bytes of the first 16 or 8 columns of a warp's. Those of later ones in lines of 64
-// differ by the exclusive or of 32 or 16 for each, as chunks of 16 bytes stand where the row's number takes them.
+// Where a lane reads and writes in tiles: the bytes of the first 16 or 8 columns of a warp's. Those of later ones in lines of
+// 64 differ by the exclusive or of 32 or 16 for each, as chunks of 16 bytes stand where the row's number takes them.
 template <int kD>
 struct Lanes {
   static constexpr int kHalf = kD == 64 ? 64 : 0;        // of the second half of the key dimensions: in a line, else in boxes
@@ -355,8 +355,8 @@ struct Lanes {
   }
 };
 
-// What a warp of the last kernel finds first: of tokens 16 block .. and half of the key dimensions, and of those tokens with half
-// of the chunk's. slabs: where they are in shared memory.
+// What a warp of the last kernel finds first: of tokens 16 block .. and half of the key dimensions, and of those tokens with
+// half of the chunk's. slabs: where they are in shared memory.
 template <class T, int kD, bool kPerKey>
 struct SlabProducts {
   using L = SlabLayout<kD>;
@@ -558,7 +558,8 @@ struct SlabProducts {
   }
 };
 
-// With decays of key dimensions, in grad_key_chunks.cu: a window's kernels, and bytes of its records and, at most, of shared memory.
+// With decays of key dimensions, in grad_key_chunks.cu: a window's kernels, and bytes of its records and, at most, of shared
+// memory.
 struct KeyGradBytes {
   int64_t system, scores;
   int shared;

@@ -1,10 +1,13 @@
-// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores where key dimensions have decays of their own: grad_chunks.cu's four
-// kernels, of which these are the others' counterparts. Keys and queries come with decays multiplied into them, as sums of two
-// 16-bit numbers, and no decay is ever divided by, see key_blocks.cuh: any decays go this way.
+// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores where key dimensions have decays of their own: counterparts of the
+// four kernels of grad_chunks.cu. Keys and queries come with decays multiplied into them, as sums of two 16-bit numbers, and no
+// decay is ever divided by, see key_blocks.cuh: any decays go this way.
 //   KeyPrepareKernel    of all chunks at once: the system, P, keys and queries with decays
 //   KeyForwardsKernel   takes states from chunk to chunk: keeps S before each, and U
-//   KeyBackwardsKernel  takes gradients of states from the last chunk to the first: keeps dS behind each, and Y; gives grad_value
+//   KeyBackwardsKernel  takes gradients of states from the last chunk to the first: keeps dS behind each, Y; gives grad_value
 //   KeyChunksKernel     of all chunks at once, what S, dS, U and Y hand on to queries, keys, betas and decays
+// The decay of a chunk's first token is multiplied into the state before the chunk, and into its gradient, in float32; that of
+// a block's first token into sums over its rows. What is left for planes is 1 at one token at least: where all decays are
+// steep, the largest numbers stay in float16's range.
 #include <cuda_runtime.h>
 
 #include "core/op.h"
@@ -15,11 +18,9 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-// The decay of a chunk's first token is multiplied into the state before the chunk and its gradient, in float32, that of a block's
-// first token into sums over its rows: what is left for planes is 1 at one token at least, and does not leave float16's range.
-// Records in global memory. Of a chunk and a value head: keys with the decay from their token to the chunk's end, and from behind
-// its first token to theirs, as planes; -M as make_system has it; key: 1 over the lengths of keys; first: the decay of the chunk's
-// first token, kept: that of the others.
+// Records in global memory. Of a chunk and a value head: keys with the decay from their token to the chunk's end, and from
+// behind its first token to theirs, as planes; -M as make_system has it; key: 1 over the lengths of keys; first: the decay of
+// the chunk's first token, kept: that of the others.
 template <int kD>
 struct alignas(128) KeyGradSystem {
   unsigned char to_state[2][kChunk * kD * 2], from_state[2][kChunk * kD * 2], planes[2][kSquareBytes];
@@ -41,8 +42,8 @@ __device__ __forceinline__ KeyGradScores<kD>& scores_at(const Window& window, in
   return static_cast<KeyGradScores<kD>*>(window.scores)[slot * window.args.in.heads + out_head];
 }
 
-// Of the first kernel: rows as they are; in two planes rows with decay from their block's first token and keys with that to their
-// block's last; decays of tokens; the system and P.
+// Of the first kernel: rows as they are; in two planes rows with decay from their block's first token and keys with that to
+// their block's last; decays of tokens; the system and P.
 template <int kD>
 struct KeyPrepareLayout {
   static constexpr int kPrepareThreads = 4 * kD, kRows = kChunk * kD * 2;
@@ -397,9 +398,9 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) KeyBackwardsKernel(con
   end_grads(window, pass, state);
 }
 
-// Of the last kernel: rows as they are; in two planes keys with decay to their block's last token, keys times -beta and queries
-// with that from behind their block's first; slabs. Later, in place of slabs, squares of pairs of tokens, and those within blocks as
-// pairs of floats; in place of planes three tiles of floats.
+// Of the last kernel: rows as they are; in two planes keys with decay to their block's last token, keys times -beta and
+// queries with that from behind their block's first; slabs. Later, in place of slabs, squares of pairs of tokens, and those
+// within blocks as pairs of floats; in place of planes three tiles of floats.
 template <int kD>
 struct KeyChunksLayout {
   static constexpr int kRows = kChunk * kD * 2, kQueries = kRows, kLast = 2 * kRows, kKeysFirst = 4 * kRows;
@@ -419,10 +420,11 @@ struct KeyChunksShared {
   float inverse[2][kBlocks][kBlocks];  // of blocks of squares
 };
 
-// A CTA's part of KeyChunksKernel. What tokens hand on to each other and to states runs through the decays of all tokens between:
-// the gradient of a token's is the sum of all that runs through it, of products of rows or keys with their own gradients. Of a
-// block `rows` is what comes to its rows from the state and from blocks before it, `later` what goes from its keys to blocks
-// behind it, `states` what goes to the state behind: what runs through a whole block is a sum of these over other blocks.
+// A CTA's part of KeyChunksKernel. What tokens hand on to each other and to states runs through the decays of all tokens
+// between: the gradient of a token's is the sum of all that runs through it, of products of rows or keys with their own
+// gradients. Of a block `rows` is what comes to its rows from the state and from blocks before it, `later` what goes from its
+// keys to blocks behind it, `states` what goes to the state behind: what runs through a whole block is a sum of these over
+// blocks. No token's product with itself is in them, so that what cancels there is as small as decays make it.
 template <class T, int kD>
 struct KeyChunkGrads : SlabProducts<T, kD, true> {
   using Base = SlabProducts<T, kD, true>;
@@ -621,8 +623,8 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       for (int e = 0; e < 4; ++e) key[n][e] += later[n][e];
   }
 
-  // Tiles of floats: rows of kD, whose groups of eight stand where the row's number takes them, so that eight rows of a fragment
-  // are in banks of their own.
+  // Tiles of floats: rows of kD, whose groups of eight stand where the row's number takes them, so that eight rows of a
+  // fragment are in banks of their own.
   __device__ __forceinline__ float* sum_at(int tile, int t, int d) const {
     return reinterpret_cast<float*>(shared + L::kSums) + (tile * kChunk + t) * kD + (d ^ t % 8 * 8);
   }
@@ -635,8 +637,8 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
             make_float2(x[n][2 * r], x[n][2 * r + 1]);
   }
 
-  // A column of a block of 16 tokens: its keys, those times beta, queries times scale, and what comes from outside of the block:
-  // gradients of rows of queries over scale, of the rule's rows, and of keys.
+  // A column of a block of 16 tokens: its keys, those times beta, queries times scale, and what comes from outside of the
+  // block: gradients of rows of queries over scale, of the rule's rows over -beta, and of keys.
   struct Column {
     float decay[kBlock], key[kBlock], of_beta[kBlock], query[kBlock];
     float grad_query[kBlock], grad_rule[kBlock], grad_key[kBlock];

@@ -1,5 +1,6 @@
-// Products of a chunk's rows with its keys where key dimensions have decays of their own, and these are only multiplied: nothing
-// cancels, no exponent is positive, and a token that forgets all is a factor 0. Shared by prepare_steep_keys.cu and the gradients.
+// Products of a chunk's rows with its keys where key dimensions have decays of their own, and these are only multiplied:
+// nothing cancels, no exponent is positive, and a token that forgets all is a factor 0. Shared by prepare_steep_keys.cu and
+// grad_key_chunks.cu.
 //   Between blocks of 16 tokens: rows with the decay from their block's first token on, times keys with that to their block's
 //   last, in two planes each, times the decay over whole blocks between.
 //   Within a block: a thread walks a key from its token to the block's end, with 1/8 of its dimensions in registers.
@@ -164,8 +165,8 @@ struct Below {
   }
 };
 
-// c += a 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last; the tiles'
-// second planes are kLow bytes behind the first.
+// c += a 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last; the
+// tiles' second planes are kLow bytes behind the first.
 template <class T, int kD, int kLow>
 __device__ __forceinline__ void between_blocks(uint32_t rows, uint32_t keys, const float (&totals)[kBlocks][kD], Below of,
                                                int lane, float (&c)[2][4]) {

@@ -326,8 +326,8 @@ struct State {
     }
   }
 
-  // c = S^T X^T for the tile of X, or two planes of X that are kLow bytes apart. Calls split(k, left side, what undoes its scale)
-  // for 16 key dimensions at a time.
+  // c = S^T X^T for the tile of X, or two planes of X that are kLow bytes apart. Calls split(k, left side, what undoes its
+  // scale) for 16 key dimensions at a time.
   template <int kLow = 0, class Split>
   __device__ __forceinline__ void multiply(uint32_t rows, int lane, float (&c)[2 * kBlocks][4], Split&& split) const {
     float factor[2], inverse;
