@@ -113,11 +113,14 @@ bool prompt_fits(const Args& args, const CudaTarget& target);
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched);
 // The gradients, for D up to kCudaMaxKeyWidth.
 int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
-// In chunks on tensor cores, for 16-bit prompts with a decay of each token: all but sums over what shares a head of queries or
-// keys, and lengths of rows. shared: bytes that a CTA gets.
+// In chunks on tensor cores, for 16-bit prompts: all but sums over what shares a head of queries or keys, and lengths of rows.
+// shared: bytes that a CTA gets.
 struct GradParts {
-  float *query, *key;  // [B, heads or v_heads, tokens, D], of unit rows, without scale
+  float *query, *key;  // [B, heads, tokens, D] and [B, key_part_heads(), tokens, D], of unit rows, without scale
+  float* decay;        // of key dimensions [heads / v_heads, B, v_heads, tokens, D]; null: goes straight to its output
 };
+// With decays of key dimensions the heads of the output that share a state have parts of their own.
+inline int64_t key_part_heads(const Args& args) { return args.decay_per_key ? args.heads : args.v_heads; }
 bool grad_chunks_fit(const GradArgs& args, int shared);
 int launch_grad_chunks(const GradArgs& args, const GradParts& parts, const CudaTarget& target, Workspace& ws);
 

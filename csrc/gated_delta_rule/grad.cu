@@ -9,6 +9,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <utility>
+
 #include "core/integers.h"
 #include "core/op.h"
 #include "core/shared_memory.cuh"
@@ -36,10 +38,11 @@ struct Plan {
   int64_t slots;        // of chunks, of all requests
   int64_t span;         // chunks of which the states are held; at least `chunks`: slots have places of their own
   int64_t spans;
+  int64_t key_heads;  // that have parts of the gradient of keys: Hv, or heads of the output
   // [slot][value head][kSquare], [slot][head of the output][kSquare], and 1 over the lengths of the rows, [..][kChunk]
   float *key_scores, *query_scores, *key_lengths, *query_lengths;
   float *held, *borders;  // [slot or (request, chunk of the span)][value head][slice][held_floats()]; [request][span]..
-  float *query_parts, *key_parts;   // [slice][B][heads or Hv][N][D]
+  float *query_parts, *key_parts;   // [slice][B][heads or key_heads][N][D]
   float *beta_parts, *decay_parts;  // [slice][B][Hv][N], [slice][B][Hv][N][D or nothing]
 };
 
@@ -796,17 +799,23 @@ cudaError_t launch_states(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+cudaError_t sum_floats(const Args& args, const float* parts, int slices, int64_t width, const Strides& strides, float* out,
+                       cudaStream_t stream) {
+  const int64_t blocks = ceil_div(args.batch * args.v_heads * args.tokens * width, int64_t{kSumThreads});
+  FloatSumsKernel<<<static_cast<unsigned>(blocks < 4096 ? blocks : 4096), kSumThreads, 0, stream>>>(args, parts, slices, width,
+                                                                                                    strides, out);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_float_sums(const Plan& plan, cudaStream_t stream) {
   const Args& args = plan.args.in;
-  const auto sum_floats = [&](const float* parts, int64_t width, const Strides& strides, float* out) {
-    const int64_t blocks = ceil_div(args.batch * args.v_heads * args.tokens * width, int64_t{kSumThreads});
-    FloatSumsKernel<<<static_cast<unsigned>(blocks < 4096 ? blocks : 4096), kSumThreads, 0, stream>>>(args, parts, plan.slices,
-                                                                                                      width, strides, out);
-  };
-  if (plan.args.grad_beta != nullptr) sum_floats(plan.beta_parts, 1, args.beta_strides, plan.args.grad_beta);
-  if (plan.args.grad_log_decay != nullptr)
-    sum_floats(plan.decay_parts, args.decay_per_key ? args.key_width : 1, args.decay_strides, plan.args.grad_log_decay);
-  return cudaGetLastError();
+  cudaError_t error = cudaSuccess;
+  if (plan.args.grad_beta != nullptr)
+    error = sum_floats(args, plan.beta_parts, plan.slices, 1, args.beta_strides, plan.args.grad_beta, stream);
+  if (plan.args.grad_log_decay != nullptr && error == cudaSuccess)
+    error = sum_floats(args, plan.decay_parts, plan.slices, args.decay_per_key ? args.key_width : 1, args.decay_strides,
+                       plan.args.grad_log_decay, stream);
+  return error;
 }
 
 template <class T>
@@ -822,7 +831,7 @@ cudaError_t launch_row_sums(const Plan& plan, cudaStream_t stream) {
     SumsKernel<T><<<static_cast<unsigned>(args.batch * heads * blocks), kSumThreads, 0, stream>>>(args, sums);
   };
   sum_rows(plan.query_parts, args.query, plan.args.grad_query, args.query_strides, args.q_heads, args.heads, args.scale);
-  sum_rows(plan.key_parts, args.key, plan.args.grad_key, args.key_strides, args.k_heads, args.v_heads, 1.0f);
+  sum_rows(plan.key_parts, args.key, plan.args.grad_key, args.key_strides, args.k_heads, plan.key_heads, 1.0f);
   return cudaGetLastError();
 }
 
@@ -890,22 +899,26 @@ int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
   const bool in_chunks = grad_chunks_fit(grad, shared);
   if (in_chunks) plan.slices = 1;
   else choose_columns(plan, shared, target.sm_count);
-  const int64_t rows = args.batch * args.tokens;
+  const int64_t rows = args.batch * args.tokens, decays = rows * args.v_heads * (args.decay_per_key ? args.key_width : 1);
+  plan.key_heads = in_chunks ? key_part_heads(args) : args.v_heads;
   plan.query_parts = ws.scratch<float>(plan.slices * rows * args.heads * args.key_width);
-  plan.key_parts = ws.scratch<float>(plan.slices * rows * args.v_heads * args.key_width);
+  plan.key_parts = ws.scratch<float>(plan.slices * rows * plan.key_heads * args.key_width);
   if (!in_chunks) plan_states(plan, ws);
+  const int64_t members = in_chunks && args.decay_per_key && grad.wants_grad_decay ? args.heads / args.v_heads : 1;
+  float* const member_decays = ws.scratch<float>(members > 1 ? members * decays : 0);
 
   const auto stream = static_cast<cudaStream_t>(target.stream);
   if (args.cu_seqlens != nullptr && !ws.counting()) {  // tokens of no request
     const int64_t bytes = rows * args.v_heads * args.value_width * element_size(static_cast<DType>(args.dtype));
     error = cudaMemsetAsync(grad.grad_value, 0, static_cast<size_t>(bytes), stream);
-    for (float* const floats : {grad.grad_beta, grad.grad_log_decay})
+    for (const auto& [floats, count] : {std::pair{grad.grad_beta, rows * args.v_heads}, std::pair{grad.grad_log_decay, decays}})
       if (in_chunks && floats != nullptr && error == cudaSuccess)
-        error = cudaMemsetAsync(floats, 0, static_cast<size_t>(rows * args.v_heads) * sizeof(float), stream);
+        error = cudaMemsetAsync(floats, 0, static_cast<size_t>(count) * sizeof(float), stream);
     if (error != cudaSuccess) return error;
   }
   if (in_chunks) {
-    const int failed = launch_grad_chunks(grad, {plan.query_parts, plan.key_parts}, target, ws);
+    const int failed =
+        launch_grad_chunks(grad, {plan.query_parts, plan.key_parts, members > 1 ? member_decays : nullptr}, target, ws);
     if (failed) return failed;
   }
   if (ws.counting()) return cudaSuccess;
@@ -913,6 +926,9 @@ int launch_grad(const GradArgs& grad, const CudaTarget& target, Workspace& ws) {
     using T = decltype(type);
     cudaError_t failed = in_chunks ? cudaSuccess : launch_states<T>(plan, stream);
     if (failed == cudaSuccess && !in_chunks) failed = launch_float_sums(plan, stream);
+    if (failed == cudaSuccess && members > 1 && grad.grad_log_decay != nullptr)
+      failed = sum_floats(args, member_decays, static_cast<int>(members), args.key_width, args.decay_strides,
+                          grad.grad_log_decay, stream);
     return failed != cudaSuccess ? failed : launch_row_sums<T>(plan, stream);
   });
 }

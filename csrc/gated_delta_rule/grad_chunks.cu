@@ -1,8 +1,9 @@
-// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores, for prompts of 16-bit numbers with a decay of each token;
-// cpu_kernel.cpp has the equations, warp_states.cuh what is shared with the forward. Four kernels, a window of chunks at a time:
+// GatedDeltaRuleGrad in chunks of 64 tokens on tensor cores, for prompts of 16-bit numbers; cpu_kernel.cpp has the equations,
+// warp_states.cuh what is shared with the forward. Four kernels, a window of chunks at a time, of which grad_key_chunks.cu has
+// others where key dimensions have decays of their own:
 //   GradPrepareKernel  of all chunks at once, what depends on no state: the system, P, factors of rows
 //   ForwardsKernel     takes states from chunk to chunk, as ChunkedKernel does: keeps S before each, and U
-//   BackwardsKernel    takes gradients of states from the last chunk to the first: keeps dS behind each, and Y; gives grad_value
+//   BackwardsKernel    takes gradients of states from the last chunk to the first: keeps dS behind each, Y; gives grad_value
 //   GradChunksKernel   of all chunks at once, what S, dS, U and Y hand on to queries, keys, betas and decays
 // What is kept, and all that is not an input, enters products as sums of two 16-bit numbers, in float16 times powers of two:
 // gradients of beta and of decays are float32 sums of products of them.
@@ -12,16 +13,12 @@
 
 #include "core/op.h"
 #include "core/workspace.h"
-#include "gated_delta_rule/chunks.cuh"
-#include "gated_delta_rule/warp_states.cuh"
+#include "gated_delta_rule/grad_chunks.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-constexpr int kSlab = 16;                // value columns of a step of GradChunksKernel, those of a warp of the others
-constexpr int kGradThreads = 256;        // of GradChunksKernel
-constexpr int kSlabs = 3;                // of it under way
 constexpr int kGradPitch = kChunk + 1;   // floats of a row of squares
 constexpr int64_t kMaxGrid = INT32_MAX;  // blocks
 
@@ -36,58 +33,7 @@ struct alignas(128) GradScores {
   unsigned char planes[2][kSquareBytes];
   float query[kChunk];
 };
-// Of a chunk, a value head and a slice: S^T or dS^T, rows are value columns. inverse: what undoes the scale of 16 rows of 64
-// columns.
-template <int kD>
-struct alignas(128) KeptState {
-  unsigned char planes[2][kSlice * kD * 2];
-  float inverse[2][kWarps], unused[24];
-};
-// The same of U^T or Y^T, whose columns are tokens.
-struct alignas(128) KeptUpdate {
-  unsigned char planes[2][kSquareBytes];
-  float inverse[kWarps], unused[28];
-};
 static_assert(kSystemBytes % 128 == 0 && sizeof(GradScores) % 128 == 0);
-
-struct Window {
-  GradArgs args;
-  GradParts parts;
-  GradSystem* systems;          // [slot][value head]
-  GradScores* scores;           // [slot][head of the output]
-  void *states, *grads;         // [slot][value head][slice] of KeptState: before chunks, behind them
-  KeptUpdate *updates, *rules;  // the same: U, Y
-  float *borders, *carried;     // states before windows [window][request, or 0 with offsets][value head][slice]; of gradients
-                                // behind windows the last two
-  int64_t first_slot, slots, index;
-  int slices, group;
-  bool keeps, vectors;  // vectors: rows are whole ones of 16 bytes
-};
-
-template <class T, int kWidth, int kOf = kThreads>
-__device__ __forceinline__ void take_rows(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width,
-                                          bool vectors) {
-  if (vectors) {
-    fetch<T, kWidth, kOf>(to, rows, stride, tokens, column, width);
-    return;
-  }
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk * kWidth; i += kOf) {
-    const int row = i / kWidth, c = i % kWidth;
-    const bool there = row < tokens && column + c < width;
-    store_2_bytes(to + element_offset(row, c), there ? reinterpret_cast<const uint16_t*>(rows)[row * stride + column + c] : 0);
-  }
-}
-
-// Whole vectors, by kOf threads.
-template <int kOf>
-__device__ __forceinline__ void fetch_record(uint32_t to, const void* from, int bytes) {
-  for (int i = 16 * static_cast<int>(threadIdx.x); i < bytes; i += 16 * kOf)
-    cp_async(to + i, static_cast<const unsigned char*>(from) + i, 16);
-}
-__device__ __forceinline__ void keep_record(void* to, uint32_t from, int bytes) {
-  for (int i = 16 * static_cast<int>(threadIdx.x); i < bytes; i += 16 * kThreads)
-    *reinterpret_cast<uint4*>(static_cast<unsigned char*>(to) + i) = load_16_bytes(from + i);
-}
 
 template <int kD>
 struct PrepareLayout {
@@ -155,142 +101,15 @@ __global__ void __launch_bounds__(kThreads) GradPrepareKernel(const __grid_const
     if (another) make_scores<T, kD>(queries, keys, scores, s, warp, lane);
     __syncthreads();
     if (h == 0) {
-      GradSystem& to = window.systems[slot * args.v_heads + head];
-      keep_record(to.planes, system, 2 * kSquareBytes);
-      keep_record(&to.tokens, shared_address(&s), sizeof(TokenScalars));
+      GradSystem& to = static_cast<GradSystem*>(window.systems)[slot * args.v_heads + head];
+      keep_record<kThreads>(to.planes, system, 2 * kSquareBytes);
+      keep_record<kThreads>(&to.tokens, shared_address(&s), sizeof(TokenScalars));
     }
-    GradScores& to = window.scores[slot * args.heads + out_head];
-    keep_record(to.planes, scores, 2 * kSquareBytes);
+    GradScores& to = static_cast<GradScores*>(window.scores)[slot * args.heads + out_head];
+    keep_record<kThreads>(to.planes, scores, 2 * kSquareBytes);
     if (threadIdx.x < kChunk) to.query[row] = s.query[row];
     __syncthreads();
   }
-}
-
-// The left sides of products that a warp's 16 rows are, 64 columns of them, into both planes of a record, through `room` of its
-// own.
-constexpr int kRoomPlane = kSlab * kChunk * 2, kWarpRoom = 2 * kRoomPlane;
-template <class T>
-__device__ __forceinline__ void put_left(const Left<T>& left, int k, uint32_t room, int lane) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t at = room + chunk_offset<kSlab>(lane / 4 + i % 2 * 8, k % kBlocks * 2 + i / 2) + 4 * (lane % 4);
-    store_4_bytes(at, left.high[i]);
-    store_4_bytes(at + kRoomPlane, left.low[i]);
-  }
-}
-__device__ __forceinline__ void keep_room(unsigned char* rows, int plane_bytes, uint32_t room, int lane) {
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kRoomPlane / 512; ++i)
-#pragma unroll
-    for (int p = 0; p < 2; ++p)
-      *reinterpret_cast<uint4*>(rows + p * plane_bytes + 512 * i + 16 * lane) =
-          load_16_bytes(room + p * kRoomPlane + 512 * i + 16 * lane);
-  __syncwarp();
-}
-
-// c = S^T X^T for the tile of X, where the state has a line of 64 key dimensions, and those into both planes of a record.
-template <class T>
-__device__ __forceinline__ void multiply_and_keep(const State<T, 64>& state, uint32_t rows, unsigned char* planes,
-                                                  int plane_bytes, float* inverse, uint32_t room, int lane,
-                                                  float (&c)[2 * kBlocks][4]) {
-  state.multiply(rows, lane, c, [&](int k, const Left<T>& left, float undo) {
-    put_left(left, k, room, lane);
-    if (Left<T>::kScaled && k == 0 && lane == 0) *inverse = undo;
-  });
-  keep_room(planes, plane_bytes, room, lane);
-}
-template <class T>
-__device__ __forceinline__ void keep_update(const float (&u)[2 * kBlocks][4], KeptUpdate& kept, uint32_t room, int slab,
-                                            int lane) {
-  float factor[2], inverse;
-  scale_rows<T>(u, factor, inverse);
-#pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-    Left<T> left;
-    left.split(u[2 * k], u[2 * k + 1], factor);
-    put_left(left, k, room, lane);
-  }
-  keep_room(kept.planes[0] + kSlab * slab * 128, kSquareBytes, room, lane);
-  if (Left<T>::kScaled && lane == 0) kept.inverse[slab] = inverse;
-}
-
-// What the two kernels that go from chunk to chunk have. A warp has 16 value columns and a line of 64 key dimensions; two warps
-// with kD 128, which then add up what they find and go on with the same.
-template <int kD>
-struct Pass {
-  static constexpr int kParts = kD / 64, kPassThreads = kParts * kThreads;
-  Work work;
-  int64_t head, key_head, slice, unit, units;  // unit: of (value head, slice)
-  int column, slab, own, part, lane;           // of the slice; of the warp's columns in it and the first of these; of D
-
-  __device__ __forceinline__ explicit Pass(const Window& window) {
-    const Args& args = window.args.in;
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    units = args.v_heads * window.slices;
-    unit = blockIdx.x % units;
-    head = unit / window.slices;
-    slice = unit % window.slices;
-    key_head = head / (args.v_heads / args.k_heads);
-    column = static_cast<int>(slice) * kSlice;
-    slab = warp % kWarps;
-    own = kSlab * slab;
-    part = warp / kWarps;
-    lane = static_cast<int>(threadIdx.x % 32);
-    work = find_work(args, window.first_slot, window.slots, blockIdx.x / units);
-  }
-
-  // The warp's room among those of all, and the bytes of a tile before its part of D.
-  __device__ __forceinline__ uint32_t room(uint32_t rooms) const { return rooms + (kWarps * part + slab) * kWarpRoom; }
-  __device__ __forceinline__ uint32_t tile_part() const { return part * kSquareBytes; }
-
-  // A barrier of the warps that have the same columns.
-  __device__ __forceinline__ void meet() const {
-    if constexpr (kParts > 1) named_barrier(1 + slab, 32 * kParts);
-  }
-  // The sum of what these warps have found, through their rooms.
-  __device__ __forceinline__ void join(float (&u)[2 * kBlocks][4], unsigned char* rooms) const {
-    if constexpr (kParts > 1) {
-      float2* const to = reinterpret_cast<float2*>(rooms + (kWarps * part + slab) * kWarpRoom) + lane;
-      const float2* const from = reinterpret_cast<const float2*>(rooms + (kWarps * (1 - part) + slab) * kWarpRoom) + lane;
-#pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) to[32 * i] = make_float2(u[i / 2][i % 2 * 2], u[i / 2][i % 2 * 2 + 1]);
-      meet();
-#pragma unroll
-      for (int i = 0; i < 4 * kBlocks; ++i) {
-        const float2 x = from[32 * i];
-        u[i / 2][i % 2 * 2] += x.x, u[i / 2][i % 2 * 2 + 1] += x.y;
-      }
-      meet();  // before the rooms are written again
-    }
-  }
-};
-template <int kD>
-__device__ __forceinline__ int64_t slot_in(const Window& window, const Pass<kD>& pass, int64_t chunk) {
-  return slot_of(window.args.in, pass.work.request, pass.work.span.begin, chunk) - window.first_slot;
-}
-template <int kD>
-__device__ __forceinline__ int tokens_in(const Pass<kD>& pass, int64_t chunk) {
-  const int64_t left = pass.work.span.end - pass.work.span.begin - chunk * kChunk;
-  return static_cast<int>(left < kChunk ? left : kChunk);
-}
-// Of floats of this thread, as far apart as there are threads.
-template <int kD>
-__device__ __forceinline__ float* border_of(const Window& window, const Pass<kD>& pass, float* borders, int64_t index) {
-  const int64_t entries = window.args.in.cu_seqlens == nullptr ? window.args.in.requests : 1;
-  const int64_t entry = window.args.in.cu_seqlens == nullptr ? pass.work.request : 0;
-  return borders + ((index * entries + entry) * pass.units + pass.unit) * kD * kSlice + threadIdx.x;
-}
-template <bool kStore, int kTiles>
-__device__ __forceinline__ void move_border(float (&x)[kTiles][4], float* border) {
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& at = border[(4 * n + e) * blockDim.x];
-      if constexpr (kStore) at = x[n][e];
-      else x[n][e] = at;
-    }
 }
 
 template <int kD>
@@ -320,17 +139,15 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) ForwardsKernel(const _
                           args.key_strides.token, tokens, 0, D, window.vectors);
     take_rows<T, kSlice, kOf>(stage + L::kValues, row_of<T>(args.value, args.value_strides, work.batch, pass.head, token),
                               args.value_strides.token, tokens, pass.column, V, window.vectors);
-    fetch_record<kOf>(stage + L::kSystem, &window.systems[slot_in(window, pass, chunk) * args.v_heads + pass.head],
+    fetch_record<kOf>(stage + L::kSystem,
+                      &static_cast<const GradSystem*>(window.systems)[slot_in(window, pass, chunk) * args.v_heads + pass.head],
                       kSystemBytes);
     cp_async_commit();
   };
 
   if (work.first < work.last) take(work.first, base);
   State<T, 64> state = {};
-  if (!work.begins) move_border<false>(state.x, border_of<kD>(window, pass, window.borders, window.index));
-  else if (args.initial_state != nullptr)
-    state.template move<false>(const_cast<float*>(args.initial_state) + (work.request * args.v_heads + pass.head) * D * V,
-                               args.state_v_first, pass.column + pass.own, lane, D, V, 64 * pass.part);
+  begin_states(window, pass, state);
   int turn = 0;
   for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn ^= 1) {
     const uint32_t keys = base + turn * L::kStage, values = keys + L::kValues, system = keys + L::kSystem;
@@ -342,9 +159,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) ForwardsKernel(const _
     const int64_t at = slot_in(window, pass, chunk) * pass.units + pass.unit;
     float u[2 * kBlocks][4];
     if (window.keeps) {
-      auto& kept = static_cast<KeptState<kD>*>(window.states)[at];
-      multiply_and_keep(state, keys + part, kept.planes[0] + part + pass.own * 128, sizeof(kept.planes[0]),
-                        &kept.inverse[pass.part][pass.slab], room, lane, u);
+      multiply_and_keep<0>(state, keys + part, static_cast<KeptState<kD>*>(window.states)[at], pass, room, u);
     } else {
       state.multiply(keys + part, lane, u);
     }
@@ -364,61 +179,6 @@ struct BackwardsLayout {
   static constexpr int kScores = kSystem + kSystemBytes, kStage = kScores + static_cast<int>(sizeof(GradScores));
   static constexpr int kRoom = 2 * kStage, kBytes = kRoom + kD / 64 * kWarps * kWarpRoom;
 };
-
-// u += scale dO^T P: a warp's columns of dO are `output`, P over scale is the tiles at `scores`.
-template <class T, int kD>
-__device__ __forceinline__ void add_scores_turned(const uint32_t (&output)[kBlocks][4], uint32_t scores, float scale,
-                                                  const Pass<kD>& pass, float (&u)[2 * kBlocks][4]) {
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    if (Pass<kD>::kParts > 1 && pass.part != (i == 1 || i == 2)) continue;  // warps of the same columns share the blocks
-    float sum[2][4] = {};
-#pragma unroll
-    for (int j = i; j < kBlocks; ++j)
-#pragma unroll
-      for (int p = 1; p >= 0; --p) {
-        uint32_t b[4];
-        load_matrices_transposed(b, right_depth(scores + p * kSquareBytes, j, i, pass.lane));
-        mma(T{}, sum[0], output[j], b[0], b[1]);
-        mma(T{}, sum[1], output[j], b[2], b[3]);
-      }
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) u[2 * i + n][e] += scale * sum[n][e];
-  }
-}
-
-// A warp's columns of rows of the value's width, from a tile of them that it has overwritten; u is transposed.
-template <class T, int kD>
-__device__ __forceinline__ void give_values(const Window& window, const Pass<kD>& pass, uint32_t tile, int64_t token,
-                                            int tokens, const float (&u)[2 * kBlocks][4]) {
-  const Args& args = window.args.in;
-  const int V = static_cast<int>(args.value_width), lane = pass.lane;
-#pragma unroll
-  for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const T rounded = static_cast<T>(u[n][e]);
-      store_2_bytes(tile + element_offset(8 * n + fragment_column(lane, e), pass.own + fragment_row(lane, e)),
-                    *reinterpret_cast<const uint16_t*>(&rounded));
-    }
-  __syncwarp();
-  T* const rows = const_cast<T*>(row_of<T>(window.args.grad_value, args.value_strides, pass.work.batch, pass.head, token));
-  for (int i = lane; i < 2 * tokens && window.vectors; i += 32) {
-    const int t = i / 2, chunk = pass.own / 8 + i % 2;
-    if (pass.column + 8 * chunk < V)
-      *reinterpret_cast<uint4*>(rows + t * args.value_strides.token + pass.column + 8 * chunk) =
-          load_16_bytes(tile + chunk_offset<kChunk>(t, chunk));
-  }
-  for (int i = lane; i < kSlab * tokens && !window.vectors; i += 32) {
-    const int t = i / kSlab, c = pass.own + i % kSlab;
-    if (pass.column + c < V)
-      reinterpret_cast<uint16_t*>(rows)[t * args.value_strides.token + pass.column + c] =
-          load_2_bytes(tile + element_offset(t, c));
-  }
-  __syncwarp();
-}
 
 // A CTA: (request, value head, slice of columns).
 template <class T, int kD>
@@ -442,7 +202,8 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
                           args.query_strides.token, tokens, 0, D, window.vectors);
     take_rows<T, kSlice, kOf>(stage + L::kOutput, row_of<T>(grad.grad_output, args.output_strides, work.batch, out_head, token),
                               args.output_strides.token, tokens, pass.column, V, window.vectors);
-    fetch_record<kOf>(stage + L::kScores, &window.scores[slot_in(window, pass, chunk) * args.heads + out_head],
+    fetch_record<kOf>(stage + L::kScores,
+                      &static_cast<const GradScores*>(window.scores)[slot_in(window, pass, chunk) * args.heads + out_head],
                       sizeof(GradScores));
     cp_async_commit();
   };
@@ -450,18 +211,15 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
     take_rows<T, kD, kOf>(stage,
                           row_of<T>(args.key, args.key_strides, work.batch, pass.key_head, work.span.begin + chunk * kChunk),
                           args.key_strides.token, tokens_in(pass, chunk), 0, D, window.vectors);
-    fetch_record<kOf>(stage + L::kSystem, &window.systems[slot_in(window, pass, chunk) * args.v_heads + pass.head],
+    fetch_record<kOf>(stage + L::kSystem,
+                      &static_cast<const GradSystem*>(window.systems)[slot_in(window, pass, chunk) * args.v_heads + pass.head],
                       kSystemBytes);
     take_head(chunk, 0, stage);
   };
 
-  const int64_t state_at = (work.request * args.v_heads + pass.head) * D * V;
   if (work.first < work.last) take(work.last - 1, base);
   State<T, 64> state = {};
-  if (!work.ends) move_border<false>(state.x, border_of<kD>(window, pass, window.carried, (window.index + 1) % 2));
-  else if (grad.grad_final_state != nullptr)
-    state.template move<false>(const_cast<float*>(grad.grad_final_state) + state_at, args.state_v_first, pass.column + pass.own,
-                               lane, D, V, 64 * pass.part);
+  begin_grads(window, pass, state);
   int turn = 0;
   for (int64_t chunk = work.last - 1; chunk >= work.first; --chunk, turn ^= 1) {
     const uint32_t keys = base + turn * L::kStage, queries = keys + L::kQueries, outputs = keys + L::kOutput;
@@ -474,9 +232,7 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
     if (chunk > work.first) take(chunk - 1, base + (turn ^ 1) * L::kStage);
     const int64_t at = slot_in(window, pass, chunk) * pass.units + pass.unit;
     float u[2 * kBlocks][4];
-    auto& record = static_cast<KeptState<kD>*>(window.grads)[at];
-    multiply_and_keep(state, keys + part, record.planes[0] + part + pass.own * 128, sizeof(record.planes[0]),
-                      &record.inverse[pass.part][pass.slab], room, lane, u);
+    multiply_and_keep<0>(state, keys + part, static_cast<KeptState<kD>*>(window.grads)[at], pass, room, u);
     scale_columns(u, s.suffix, s.key, lane);
     float kept = s.prefix[kChunk - 1];
     for (int h = 0; h < window.group; ++h) {
@@ -507,23 +263,16 @@ __global__ void __launch_bounds__(Pass<kD>::kPassThreads) BackwardsKernel(const 
     scale_columns(u, s.prefix, s.key, lane, -1.0f);
     state.enter(keys + part, lane, u, 1.0f);
   }
-  if (!work.begins) move_border<true>(state.x, border_of<kD>(window, pass, window.carried, window.index % 2));
-  else if (grad.grad_initial_state != nullptr)
-    state.template move<true>(grad.grad_initial_state + state_at, args.state_v_first, pass.column + pass.own, lane, D, V,
-                              64 * pass.part);
+  end_grads(window, pass, state);
 }
 
-// Of GradChunksKernel, a step's slabs of 16 value columns: S, dS, U and Y as planes, dO and V as they are.
+// Of GradChunksKernel: rows of keys and queries, and slabs.
 template <int kD>
 struct ChunksLayout {
   static constexpr int kQueries = kChunk * kD * 2, kFirstSlab = 2 * kQueries;
-  static constexpr int kStatePlane = kSlab * kD * 2, kUpdatePlane = kSlab * kChunk * 2, kColumnsBytes = kChunk * kSlab * 2;
-  static constexpr int kBehind = 2 * kStatePlane, kUpdate = 4 * kStatePlane, kRule = kUpdate + 2 * kUpdatePlane;
-  static constexpr int kOutput = kRule + 2 * kUpdatePlane, kValues = kOutput + kColumnsBytes;
-  static constexpr int kSlabBytes = kValues + kColumnsBytes;
   // In place of slabs when these have been read: gradients of scores of queries and of keys as planes, and products of both.
   static constexpr int kSquares = kFirstSlab, kProducts = kSquares + 4 * kSquareBytes;
-  static constexpr int kShared = kFirstSlab + kSlabs * kSlabBytes;
+  static constexpr int kShared = kFirstSlab + kSlabs * SlabLayout<kD>::kSlabBytes;
   static_assert(kProducts + kChunk * kGradPitch * 4 <= kShared);
 };
 struct ChunksShared {
@@ -534,218 +283,24 @@ struct ChunksShared {
   float inverse[2][kBlocks][kBlocks];  // of blocks of squares
 };
 
-// c[half] += inverse times the product of sums of planes; the right side has 16 columns.
-template <class T, int kA, int kB>
-__device__ __forceinline__ void add_product(float (&c)[4], const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], int half,
-                                            float inverse) {
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  float (&to)[4] = Left<T>::kScaled ? sum : c;
-  if constexpr (kA == 2) mma(T{}, to, a[1], b[0][2 * half], b[0][2 * half + 1]);
-  if constexpr (kB == 2) mma(T{}, to, a[0], b[1][2 * half], b[1][2 * half + 1]);
-  mma(T{}, to, a[0], b[0][2 * half], b[0][2 * half + 1]);
-  if constexpr (Left<T>::kScaled) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += inverse * sum[i];
-  }
-}
-
-// The byte of a 16-byte chunk of a row of 16 numbers: eight rows are in banks of their own.
-__device__ __forceinline__ uint32_t columns_offset(int row, int chunk) { return row * 32 + (chunk ^ row / 4) % 2 * 16; }
-
-template <class T>
-__device__ __forceinline__ void take_columns(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width) {
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk * kSlab; i += kGradThreads) {
-    const int row = i / kSlab, c = i % kSlab;
-    const bool there = row < tokens && column + c < width;
-    store_2_bytes(to + columns_offset(row, c / 8) + c % 8 * 2,
-                  there ? reinterpret_cast<const uint16_t*>(rows)[row * stride + column + c] : 0);
-  }
-}
-
-// Both planes of 16 rows of a record's tiles of 64, which begin at `from`; a plane has kBytes of them, in boxes of 2 KB.
-template <int kBytes>
-__device__ __forceinline__ void fetch_slab(uint32_t to, const unsigned char* from) {
-  static_assert(2 * kBytes % (16 * kGradThreads) == 0);
-#pragma unroll
-  for (unsigned first = 0; first < 2 * kBytes; first += 16 * kGradThreads) {
-    const unsigned i = first + 16 * threadIdx.x, inside = i % kBytes;
-    cp_async(to + i, from + i / kBytes * (kBytes * kWarps) + inside / 2048 * (2048 * kWarps) + inside % 2048, 16);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ float dot_pairs(const uint32_t (&a)[2][4], int i, float2 y) {
-  const float2 high = unpack_pair(T{}, a[0][i]), low = unpack_pair(T{}, a[1][i]);
-  return (high.x + low.x) * y.x + (high.y + low.y) * y.y;
-}
-
-// Where a lane reads and writes in tiles: the bytes of the first 16 or 8 columns of a warp's. Those of later ones in lines of 64
-// differ by the exclusive or of 32 or 16 for each, as chunks of 16 bytes stand where the row's number takes them.
-template <int kD>
-struct Lanes {
-  static constexpr int kHalf = kD == 64 ? 64 : 0;        // of the second half of the key dimensions: in a line, else in boxes
-  uint32_t slab_state, slab_update, slab_left, columns;  // in slabs: right sides, left sides, of dO and V
-  uint32_t rows, depth, left, turned;                    // in tiles: right sides by rows and depth, left sides by rows, turned
-  uint32_t pairs, square;                                // pairs of products
-
-  __device__ __forceinline__ Lanes(int block, int half, int lane) {
-    const int low = lane / 8 % 2 * 8 + lane % 8, high = lane / 16 * 8 + lane % 8, row = kBlock * block + lane / 4;
-    const uint32_t in_slab = chunk_offset<kSlab>(low, lane / 16), in_tile = chunk_offset<kChunk>(low, lane / 16);
-    slab_state = (in_slab ^ half * kHalf) + (kD == 64 ? 0 : half * kSlab * 128);
-    slab_update = in_slab ^ half * 64;
-    slab_left = chunk_offset<kSlab>(high, 2 * block + lane / 8 % 2);
-    columns = columns_offset(kBlock * block + low, lane / 16);
-    rows = chunk_offset<kChunk>(kChunk / 2 * half + high, lane / 8 % 2);
-    depth = (in_tile ^ half * kHalf) + (kD == 64 ? 0 : half * kSquareBytes);
-    left = in_tile + block * kBlock * 128;
-    turned = chunk_offset<kChunk>(high, 2 * block + lane / 8 % 2);
-    pairs = (chunk_offset<kChunk>(row, 0) ^ half * kHalf) + 4 * (lane % 4) + (kD == 64 ? 0 : half * kSquareBytes);
-    square = (chunk_offset<kChunk>(row, 0) ^ half * 64) + 4 * (lane % 4);
-  }
-};
-
-// What a warp finds: of tokens 16 block .. and half of the key dimensions, and of those tokens with half of the chunk's.
+// Gradients of a chunk, from what SlabProducts finds.
 template <class T, int kD>
-struct ChunkGrads {
+struct ChunkGrads : SlabProducts<T, kD, false> {
+  using Base = SlabProducts<T, kD, false>;
   using L = ChunksLayout<kD>;
-  static constexpr int kTiles = kD / 16;
-  static constexpr int kLine = kBlock * 128;  // bytes of 16 rows of 64 columns
-  const Window& window;
+  using Base::kLine, Base::kTiles;
+  using Base::over_row;
+  using Base::query, Base::rule, Base::key, Base::of_query, Base::of_key, Base::values, Base::whole;
+  using Base::window, Base::chunk, Base::slot, Base::head, Base::block, Base::half, Base::lane, Base::at;
   unsigned char* const shared;
   ChunksShared& s;
-  ChunkPlace chunk;
-  int64_t slot, head;
-  int block, half, lane;
-  Lanes<kD> at;
-  const T* columns;                                         // of dO or V, this thread's row and chunk; null: zeros
-  float query[kTiles][4], rule[kTiles][4], key[kTiles][4];  // dO S^T, Y S^T, U dS^T; then gradients of queries, -, of keys
-  float of_query[4][4], of_key[4][4];                       // dO U^T, Y U^T
-  float values[2], whole;                                   // Y . V of rows, S . dS
+
+  __device__ __forceinline__ ChunkGrads(const Window& of, const ChunkPlace& place, int64_t its_slot, int64_t its_head,
+                                        unsigned char* its_shared)
+      : Base(of, place, its_slot, its_head, shared_address(its_shared) + L::kFirstSlab), shared(its_shared),
+        s(*reinterpret_cast<ChunksShared*>(its_shared + L::kShared)) {}
 
   __device__ __forceinline__ uint32_t base() const { return shared_address(shared); }
-  __device__ __forceinline__ int64_t unit(int slice) const {
-    return (slot * window.args.in.v_heads + head) * window.slices + slice;
-  }
-
-  // Half of the threads copy vectors of dO, the others of V.
-  __device__ __forceinline__ void choose_columns(int64_t out_head) {
-    const Args& args = window.args.in;
-    const int row = static_cast<int>(threadIdx.x) / 2 % kChunk;
-    columns = threadIdx.x < kGradThreads / 2
-                  ? row_of<T>(window.args.grad_output, args.output_strides, chunk.batch, out_head, chunk.token + row)
-                  : row_of<T>(args.value, args.value_strides, chunk.batch, head, chunk.token + row);
-    columns = row < chunk.tokens ? columns + threadIdx.x % 2 * 8 : nullptr;
-  }
-
-  // Slab k into its place; with_keys: also what does not depend on the head of the output.
-  __device__ __forceinline__ void take_slab(int k, int64_t out_head, bool with_keys) const {
-    const Args& args = window.args.in;
-    const int slab = k % kWarps, V = static_cast<int>(args.value_width);
-    const int64_t record = unit(k / kWarps);
-    const uint32_t to = base() + L::kFirstSlab + k % kSlabs * L::kSlabBytes;
-    fetch_slab<L::kStatePlane>(to, static_cast<const KeptState<kD>*>(window.states)[record].planes[0] + slab * kLine);
-    fetch_slab<L::kUpdatePlane>(to + L::kUpdate, window.updates[record].planes[0] + slab * kLine);
-    if (with_keys) {
-      fetch_slab<L::kStatePlane>(to + L::kBehind,
-                                 static_cast<const KeptState<kD>*>(window.grads)[record].planes[0] + slab * kLine);
-      fetch_slab<L::kUpdatePlane>(to + L::kRule, window.rules[record].planes[0] + slab * kLine);
-    }
-    if (window.vectors) {
-      const int row = static_cast<int>(threadIdx.x) / 2, part = static_cast<int>(threadIdx.x) % 2;
-      const bool there = columns != nullptr && kSlab * k + 8 * part < V;
-      const void* const from = there ? columns + kSlab * k : window.args.grad_output;
-      if (with_keys || row < kChunk)
-        cp_async(to + (row < kChunk ? L::kOutput : L::kValues) + columns_offset(row % kChunk, part), from, there ? 16 : 0);
-      return;
-    }
-    take_columns(to + L::kOutput, row_of<T>(window.args.grad_output, args.output_strides, chunk.batch, out_head, chunk.token),
-                 args.output_strides.token, chunk.tokens, kSlab * k, V);
-    if (with_keys)
-      take_columns(to + L::kValues, row_of<T>(args.value, args.value_strides, chunk.batch, head, chunk.token),
-                   args.value_strides.token, chunk.tokens, kSlab * k, V);
-  }
-
-  __device__ __forceinline__ void multiply_slab(int k, bool with_keys) {
-    const uint32_t slab = base() + L::kFirstSlab + k % kSlabs * L::kSlabBytes;
-    float before = 1.0f, behind = 1.0f, update = 1.0f, rules = 1.0f;  // what undoes scales
-    if constexpr (Left<T>::kScaled) {
-      const int64_t record = unit(k / kWarps);
-      before = __ldg(&static_cast<const KeptState<kD>*>(window.states)[record].inverse[kD / 128 * half][k % kWarps]);
-      update = __ldg(&window.updates[record].inverse[k % kWarps]);
-      if (with_keys) {
-        behind = __ldg(&static_cast<const KeptState<kD>*>(window.grads)[record].inverse[kD / 128 * half][k % kWarps]);
-        rules = __ldg(&window.rules[record].inverse[k % kWarps]);
-      }
-    }
-    uint32_t output[1][4], of_update[2][4], of_rule[2][4];
-    load_matrices(output[0], slab + L::kOutput + at.columns);
-    if (with_keys) {
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        load_matrices_transposed(of_update[p], slab + L::kUpdate + p * L::kUpdatePlane + at.slab_left);
-        load_matrices_transposed(of_rule[p], slab + L::kRule + p * L::kUpdatePlane + at.slab_left);
-      }
-      if (half == 0) {
-        uint32_t value[4];
-        load_matrices(value, slab + L::kValues + at.columns);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i % 2] += rules * dot_pairs<T>(of_rule, i, unpack_pair(T{}, value[i]));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (2 * half + j > block) continue;
-      uint32_t b[2][4];
-#pragma unroll
-      for (int p = 0; p < 2; ++p)
-        load_matrices_transposed(b[p], slab + L::kUpdate + p * L::kUpdatePlane + (at.slab_update ^ 32 * j));
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        add_product<T>(of_query[2 * j + n], output, b, n, update);
-        if (with_keys) add_product<T>(of_key[2 * j + n], of_rule, b, n, rules * update);
-      }
-    }
-    const bool has_whole = with_keys && k % kWarps == block;  // all blocks load the same
-#pragma unroll
-    for (int j = 0; j < kTiles / 2; ++j) {
-      const uint32_t column = slab + (at.slab_state ^ 32 * j);
-      uint32_t b[2][4], d[2][4];
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        load_matrices_transposed(b[p], column + p * L::kStatePlane);
-        if (with_keys) load_matrices_transposed(d[p], column + L::kBehind + p * L::kStatePlane);
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        add_product<T>(query[2 * j + n], output, b, n, before);
-        if (!with_keys) continue;
-        add_product<T>(rule[2 * j + n], of_rule, b, n, rules * before);
-        add_product<T>(key[2 * j + n], of_update, d, n, update * behind);
-      }
-      if (!has_whole) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 high = unpack_pair(T{}, d[0][i]), low = unpack_pair(T{}, d[1][i]);
-        whole += before * behind * dot_pairs<T>(b, i, make_float2(high.x + low.x, high.y + low.y));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void multiply_slabs(int64_t out_head, bool with_keys) {
-    const int count = static_cast<int>(ceil_div(window.args.in.value_width, int64_t{kSlab}));
-#pragma unroll 1
-    for (int k = 1 - kSlabs; k < count; ++k) {
-      if (k >= 0) {
-        cp_async_wait_but<kSlabs - 2>();
-        __syncthreads();  // the slab is there, and the one before has been read
-      }
-      if (k + kSlabs - 1 < count) take_slab(k + kSlabs - 1, out_head, with_keys);
-      cp_async_commit();
-      if (k >= 0) multiply_slab(k, with_keys);
-    }
-    cp_async_wait();
-  }
 
   // Sums over this warp's dimensions of rows of `tile` times x, of rows lane / 4 and 8 later; in the row's four lanes.
   __device__ __forceinline__ void dot_rows(const float (&x)[kTiles][4], int tile, float (&sums)[2]) const {
@@ -760,10 +315,6 @@ struct ChunkGrads {
       }
       sums[r] = over_row(sums[r]);
     }
-  }
-  static __device__ __forceinline__ float over_row(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
   }
 
   // The decays and lengths that products with states lack, and their rows' products with queries and keys.
@@ -848,35 +399,12 @@ struct ChunkGrads {
     }
   }
 
-  // A square of this warp's rows times factors of rows, or with kColumns of columns, as planes; blocks above the diagonal are
-  // not read.
+  // A square times factors of its rows, or with kColumns of its columns.
   template <bool kColumns>
-  __device__ __forceinline__ void put_square(int square, const float (&x)[4][4], const float* factors) const {
-    const uint32_t high = base() + L::kSquares + 2 * square * kSquareBytes;
+  __device__ __forceinline__ void put_times(int square, const float (&x)[4][4], const float* factors) const {
     const float rows[2] = {factors[kBlock * block + lane / 4], factors[kBlock * block + lane / 4 + 8]};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (2 * half + j > block) continue;
-      float scaled[2][4], by[2], inverse;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 of = *reinterpret_cast<const float2*>(&factors[kChunk / 2 * half + 16 * j + 8 * n + 2 * (lane % 4)]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scaled[n][e] = x[2 * j + n][e] * (kColumns ? e % 2 ? of.y : of.x : rows[e / 2]);
-      }
-      scale_rows<T>(scaled, by, inverse);
-      if (Left<T>::kScaled && lane == 0) s.inverse[square][block][2 * half + j] = inverse;
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint32_t planes[2];
-          split_pair<T>(by[0] * scaled[n][2 * r], by[0] * scaled[n][2 * r + 1], planes);
-          const uint32_t to = high + 1024 * r + (at.square ^ 16 * (2 * j + n));
-          store_4_bytes(to, planes[0]);
-          store_4_bytes(to + kSquareBytes, planes[1]);
-        }
-    }
+    this->put_square(base() + L::kSquares + 2 * square * kSquareBytes, s.inverse[square], x,
+                     [&](int column, int e) { return kColumns ? factors[column + e % 2] : rows[e / 2]; });
   }
 
   // x += the square, or with kTurned its transpose, times the rows of a tile.
@@ -970,7 +498,8 @@ struct ChunkGrads {
     take_rows<T, kD, kGradThreads>(
         base(), row_of<T>(args.key, args.key_strides, chunk.batch, head / (args.v_heads / args.k_heads), chunk.token),
         args.key_strides.token, chunk.tokens, 0, D, window.vectors);
-    const float* const tokens = reinterpret_cast<const float*>(&window.systems[slot * args.v_heads + head].tokens);
+    const float* const tokens =
+        reinterpret_cast<const float*>(&static_cast<const GradSystem*>(window.systems)[slot * args.v_heads + head].tokens);
     for (int i = tid; i < static_cast<int>(sizeof(TokenScalars) / 4); i += kGradThreads)
       reinterpret_cast<float*>(&s.tokens)[i] = tokens[i];
     for (int h = 0; h < window.group; ++h) {
@@ -981,35 +510,30 @@ struct ChunkGrads {
           base() + L::kQueries,
           row_of<T>(args.query, args.query_strides, chunk.batch, out_head / (args.heads / args.q_heads), chunk.token),
           args.query_strides.token, chunk.tokens, 0, D, window.vectors);
-      if (tid < kChunk) s.query[tid] = args.scale * window.scores[slot * args.heads + out_head].query[tid];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) query[n][e] = 0.0f;
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) of_query[n][e] = 0.0f;
-      choose_columns(out_head);
-      multiply_slabs(out_head, with_keys);
+      if (tid < kChunk)
+        s.query[tid] = args.scale * static_cast<const GradScores*>(window.scores)[slot * args.heads + out_head].query[tid];
+      this->clear(query), this->clear(of_query);
+      this->choose_columns(out_head);
+      this->begin_slabs(out_head, with_keys);
+      this->multiply_slabs(out_head, with_keys);
       finish_states(with_keys);
       if (with_keys) {
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) whole += __shfl_xor_sync(kFullWarp, whole, offset);
-        if (lane == 0) s.whole[tid / 32] = whole;
+        for (int offset = 16; offset > 0; offset /= 2) whole[0] += __shfl_xor_sync(kFullWarp, whole[0], offset);
+        if (lane == 0) s.whole[tid / 32] = whole[0];
       }
       __syncthreads();  // the slabs have been read
       finish_scores(with_keys);
-      put_square<true>(0, of_query, s.tokens.key);
-      if (with_keys) put_square<true>(1, of_key, s.tokens.key);
+      put_times<true>(0, of_query, s.tokens.key);
+      if (with_keys) put_times<true>(1, of_key, s.tokens.key);
       __syncthreads();
       add_square<false>(0, 0, query);
       if (with_keys) add_square<false>(1, 0, key);
       sum_products();
       give_rows(query, window.parts.query + ((chunk.batch * args.heads + out_head) * args.tokens + chunk.token) * D);
       __syncthreads();
-      put_square<false>(0, of_query, s.query);
-      if (with_keys) put_square<false>(1, of_key, s.tokens.key);
+      put_times<false>(0, of_query, s.query);
+      if (with_keys) put_times<false>(1, of_key, s.tokens.key);
       sum_decays(with_keys);
       __syncthreads();
       add_square<true>(0, L::kQueries, key);
@@ -1033,29 +557,11 @@ struct ChunkGrads {
 template <class T, int kD>
 __global__ void __launch_bounds__(kGradThreads, 1) GradChunksKernel(const __grid_constant__ Window window) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const int warp = static_cast<int>(threadIdx.x / 32);
   const int64_t slot = blockIdx.x / window.args.in.v_heads, head = blockIdx.x % window.args.in.v_heads;
   const ChunkPlace chunk = chunk_of(window.args.in, window.first_slot + slot);
   if (chunk.tokens == 0) return;
-  ChunkGrads<T, kD> grads = {window,
-                             shared,
-                             *reinterpret_cast<ChunksShared*>(shared + ChunksLayout<kD>::kShared),
-                             chunk,
-                             slot,
-                             head,
-                             warp % kBlocks,
-                             warp / kBlocks,
-                             static_cast<int>(threadIdx.x % 32),
-                             Lanes<kD>(warp % kBlocks, warp / kBlocks, static_cast<int>(threadIdx.x % 32))};
+  ChunkGrads<T, kD> grads(window, chunk, slot, head, shared);
   grads.run();
-}
-
-template <class Kernel>
-cudaError_t launch(Kernel kernel, int64_t blocks, int threads, int bytes, const Window& window, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(window);
-  return cudaGetLastError();
 }
 
 // Bytes of shared memory of the kernel that asks for most.
@@ -1082,6 +588,7 @@ cudaError_t launch_window(const Window& window, cudaStream_t stream) {
 
 cudaError_t launch_window(const Window& window, cudaStream_t stream) {
   const Args& args = window.args.in;
+  if (args.decay_per_key) return launch_key_window(window, stream);
   if (args.dtype == static_cast<int32_t>(DType::kFloat16))
     return args.key_width <= 64 ? launch_window<__half, 64>(window, stream) : launch_window<__half, 128>(window, stream);
   return args.key_width <= 64 ? launch_window<__nv_bfloat16, 64>(window, stream)
@@ -1101,12 +608,14 @@ int64_t all_slots(const Args& args) {
 
 bool grad_chunks_fit(const GradArgs& grad, int shared) {
   const Args& args = grad.in;
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key || !args.delta) return false;
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || !args.delta) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.requests == 0) return false;
   if (args.tokens < kChunkedTokens * (args.packed ? args.requests : 1)) return false;
-  if (all_slots(args) * args.v_heads * ceil_div(args.value_width, int64_t{kSlice}) > kMaxGrid) return false;
+  const int64_t units = args.v_heads * ceil_div(args.value_width, int64_t{kSlice});
+  if (all_slots(args) * (units > args.heads ? units : args.heads) > kMaxGrid) return false;
+  if (args.decay_per_key) return shared >= key_grad_bytes(args.key_width).shared;
   return shared >= (args.key_width <= 64 ? most_shared<64>() : most_shared<128>());
 }
 
@@ -1119,8 +628,9 @@ int launch_grad_chunks(const GradArgs& grad, const GradParts& parts, const CudaT
   window.slices = static_cast<int>(ceil_div(args.value_width, int64_t{kSlice}));
   const int64_t units = args.v_heads * window.slices, slots = all_slots(args);
   const int64_t state_bytes = args.key_width <= 64 ? sizeof(KeptState<64>) : sizeof(KeptState<128>);
-  const int64_t slot_bytes = args.v_heads * static_cast<int64_t>(sizeof(GradSystem)) +
-                             args.heads * static_cast<int64_t>(sizeof(GradScores)) +
+  const KeyGradBytes records =
+      args.decay_per_key ? key_grad_bytes(args.key_width) : KeyGradBytes{sizeof(GradSystem), sizeof(GradScores), 0};
+  const int64_t slot_bytes = args.v_heads * records.system + args.heads * records.scores +
                              2 * units * (state_bytes + static_cast<int64_t>(sizeof(KeptUpdate)));
   // Windows of whole chunks of all requests, where these alternate.
   const int64_t step = args.packed ? 1 : args.requests;
@@ -1131,8 +641,8 @@ int launch_grad_chunks(const GradArgs& grad, const GradParts& parts, const CudaT
   const int64_t windows = ceil_div(chunks, most);
   const int64_t held = ceil_div(chunks, windows) * step;
   const int64_t border_floats = step * units * state_bytes / 4;
-  window.systems = ws.scratch<GradSystem>(held * args.v_heads);
-  window.scores = ws.scratch<GradScores>(held * args.heads);
+  window.systems = ws.scratch<unsigned char>(held * args.v_heads * records.system);
+  window.scores = ws.scratch<unsigned char>(held * args.heads * records.scores);
   window.states = ws.scratch<unsigned char>(held * units * state_bytes);
   window.grads = ws.scratch<unsigned char>(held * units * state_bytes);
   window.updates = ws.scratch<KeptUpdate>(held * units);

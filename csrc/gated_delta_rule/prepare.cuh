@@ -4,6 +4,7 @@
 
 #include "core/hopper.cuh"
 #include "gated_delta_rule/chunks.cuh"
+#include "gated_delta_rule/key_blocks.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
@@ -61,10 +62,7 @@ __device__ __forceinline__ void put_inverse(float (&block)[kBlock][kDiagonalStri
     }
 }
 
-// A 16 x 16 block as the left side of products, in two planes.
-struct Planes {
-  uint32_t high[4], low[4];
-};
+// A 16 x 16 block of floats as the left side of products.
 template <class T>
 __device__ __forceinline__ Planes take_planes(const float (&a)[4], const float (&b)[4]) {
   Planes to;
@@ -76,20 +74,6 @@ __device__ __forceinline__ Planes take_planes(const float (&a)[4], const float (
     to.high[i] = planes[0], to.low[i] = planes[1];
   }
   return to;
-}
-// c += left times the transposed block (i, j) of the tiles.
-template <class T>
-__device__ __forceinline__ void multiply(float (&c)[2][4], const Planes& left, uint32_t high, uint32_t low, int i, int j,
-                                         int lane) {
-  uint32_t b[4], rest[4];
-  load_matrices(b, right_rows(high, i, j, lane));
-  load_matrices(rest, right_rows(low, i, j, lane));
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.high, rest[2 * n], rest[2 * n + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.low, b[2 * n], b[2 * n + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.high, b[2 * n], b[2 * n + 1]);
 }
 
 // A transposed block in two planes to tiles whose rows are rows again; by: factors of the block's columns.
@@ -151,12 +135,8 @@ __device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][k
   copy_16_bytes(to, solved, 2 * kSquareBytes, 32 * warp + lane, kThreads);
 }
 
-// Where key dimensions have decays of their own. The beta of a chunk's token, 0 past its last, and the factor of its query, of
-// a head of the output. Without `delta` M is 0, and so are the keys that read from the state.
-__device__ __forceinline__ float beta_of(const Args& args, const ChunkPlace& chunk, int64_t head, int t) {
-  if (t >= chunk.tokens) return 0.0f;
-  return args.beta != nullptr ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 1.0f;
-}
+// Where key dimensions have decays of their own. The factor of the query of a chunk's token, of a head of the output. Without
+// `delta` M is 0, and so are the keys that read from the state.
 __device__ __forceinline__ float scale_of(const Args& args, const ChunkPlace& chunk, int64_t out_head, int t) {
   if (args.row_factors == nullptr || t >= chunk.tokens) return args.scale;
   return args.scale * __ldg(args.row_factors + (chunk.batch * args.heads + out_head) * args.tokens + chunk.token + t);
@@ -170,13 +150,6 @@ __device__ __forceinline__ KeySystem<kD>& key_system(const Prompt& prompt, int64
 template <int kD>
 __device__ __forceinline__ KeyScores<kD>& key_scores(const Prompt& prompt, int64_t slot, int64_t out_head) {
   return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.heads + out_head];
-}
-template <class T, int kBytes>
-__device__ __forceinline__ void send_planes(unsigned char (&to)[2][kBytes], int row, int column, float2 x) {
-  uint32_t planes[2];
-  split_pair<T>(x.x, x.y, planes);
-  *reinterpret_cast<uint32_t*>(to[0] + element_offset(row, column)) = planes[0];
-  *reinterpret_cast<uint32_t*>(to[1] + element_offset(row, column)) = planes[1];
 }
 #endif
 

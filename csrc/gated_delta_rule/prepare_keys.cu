@@ -19,7 +19,6 @@ namespace leanfleet::gated_delta_rule {
 namespace {
 
 constexpr int kHalf = kBlock / 2, kHalves = kChunk / kHalf;  // tokens of half a block, and how many of these there are
-constexpr int kBefore = kBlocks * (kBlocks - 1) / 2;         // pairs of a block of rows and one of keys before it
 
 template <int kD>
 struct Shared {
@@ -49,8 +48,6 @@ constexpr float kLeast = 2.2e-19f;                           // exp(-43): the sq
 constexpr float kSmallestRow = 1e-20f, kLargestRow = 1e20f;  // squares of lengths
 constexpr int kSystemBarrier = 1;                            // of four warps
 
-__device__ __forceinline__ float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
-__device__ __forceinline__ float2 times(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
 __device__ __forceinline__ float inverse(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,8 +1,6 @@
 // What prepare_keys.cu leaves: chunks with decays so steep that none between two tokens may be divided by another. A CTA has one
 // of these after another, each a chunk of a value head. Half of its threads have two columns of a block of 16 keys each, the
-// others of queries. Decays are only multiplied: nothing cancels, and a token that forgets all is a factor 0.
-//   Between blocks: rows with the decay from their block's first token on, times keys with that to their block's last.
-//   Within a block: a thread walks a key from its token to the block's end, with 1/8 of its dimensions in registers.
+// others of queries. Products are those of key_blocks.cuh.
 // Keys of more than 128 dimensions go in two passes of 128, whose products are added before anything else is made of them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,11 +36,7 @@ struct Layout {
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int kBefore = kBlocks * (kBlocks - 1) / 2;  // blocks below those on the diagonal
-constexpr int kSystemBarrier = 1;                     // of four warps
-
-// Where a dimension's decay stands in its token's row: lanes that read four each, eight dimensions apart, read neighbours.
-__device__ __forceinline__ int decay_place(int d) { return d / 64 * 64 + d % 8 / 4 * 32 + d / 8 % 8 * 4 + d % 4; }
+constexpr int kSystemBarrier = 1;  // of four warps
 
 template <class T, int kD, int kPasses>
 struct KeyChunk {
@@ -66,42 +60,16 @@ struct KeyChunk {
   __device__ __forceinline__ KeyScores<kAll>& scores() const { return key_scores<kAll>(prompt, slot, out_head); }
   __device__ __forceinline__ bool makes_system() const { return out_head == head * static_cast<unsigned>(prompt.group); }
 
-  // Two columns of a block of 16 tokens.
-  struct Columns {
-    int first_token, column;
-    float2 decay[kBlock], x[kBlock];
-
-    __device__ __forceinline__ Columns() {
-      const int thread = static_cast<int>(threadIdx.x) % (2 * kD);
-      first_token = thread / (kD / 2) * kBlock;
-      column = thread % (kD / 2) * 2;
-    }
-  };
+  using Columns = KeyColumns<kD>;
   __device__ __forceinline__ int first_column() const { return kPasses == 1 ? 0 : pass * kD; }
   __device__ __forceinline__ bool is_last() const { return kPasses == 1 || pass + 1 == kPasses; }
   static __device__ __forceinline__ bool has_keys() { return threadIdx.x < 2 * kD; }
 
-  // Decays of tokens, 1 past the request's end, kept by threads of keys and left in shared memory for the others.
+  // Decays are kept by threads of keys and left in shared memory for the others.
   __device__ __forceinline__ void load_decays(Columns& c) const {
-    const Args& args = prompt.args;
-    const int column = first_column() + c.column;
-    const bool there = column < args.key_width;
+    c.load_decays(prompt.args, chunk, head, first_column());
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const int t = c.first_token + i;
-      float2 g = make_float2(0.0f, 0.0f);
-      if (there && t < chunk.tokens) {
-        const float* const from =
-            row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + t) + column;
-        g = make_float2(__ldg(from), __ldg(from + 1));
-      }
-      c.decay[i] = g;
-    }
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      c.decay[i] = make_float2(expf(c.decay[i].x), expf(c.decay[i].y));
-      *reinterpret_cast<float2*>(decays(c.first_token + i) + decay_place(c.column)) = c.decay[i];
-    }
+    for (int i = 0; i < kBlock; ++i) *reinterpret_cast<float2*>(decays(c.first_token + i) + decay_place(c.column)) = c.decay[i];
   }
   __device__ __forceinline__ void read_decays(Columns& c) const {
 #pragma unroll
@@ -109,60 +77,25 @@ struct KeyChunk {
       c.decay[i] = *reinterpret_cast<const float2*>(decays(c.first_token + i) + decay_place(c.column));
   }
 
-  // A tile's columns, times factors of rows.
-  __device__ __forceinline__ void take_rows(Columns& c, int tile, const float* factors) const {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const int t = c.first_token + i;
-      const float2 x = unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(shared + tile + element_offset(t, c.column)));
-      c.x[i] = make_float2(factors[t] * x.x, factors[t] * x.y);
-    }
-  }
-
-  // Calls put(token, pair) for rows times the decay from their block's first token on times `by`; returns that of the block.
-  template <class Put>
-  static __device__ __forceinline__ float2 from_first(const Columns& c, float2 by, Put&& put) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      by = make_float2(by.x * c.decay[i].x, by.y * c.decay[i].y);
-      put(c.first_token + i, make_float2(by.x * c.x[i].x, by.y * c.x[i].y));
-    }
-    return by;
-  }
-  // The same for the decay from their token to their block's last.
-  template <class Put>
-  static __device__ __forceinline__ void to_last(const Columns& c, float2 by, Put&& put) {
-#pragma unroll
-    for (int i = kBlock - 1; i >= 0; --i) {
-      put(c.first_token + i, make_float2(by.x * c.x[i].x, by.y * c.x[i].y));
-      by = make_float2(by.x * c.decay[i].x, by.y * c.decay[i].y);
-    }
-  }
   __device__ __forceinline__ void put_planes(int tile, int row, int column, float2 x) const {
     store_planes<T>(at(tile), at(tile + L::kRows), row, column, x.x, x.y);
   }
 
-  // The decay of whole blocks first .. last - 1.
-  __device__ __forceinline__ float2 whole_blocks(int first, int last, int column) const {
-    float2 by = make_float2(1.0f, 1.0f);
-    for (int block = first; block < last; ++block) {
-      const float2 total = *reinterpret_cast<const float2*>(&s.totals[block][column]);
-      by = make_float2(by.x * total.x, by.y * total.y);
-    }
-    return by;
+  __device__ __forceinline__ float2 decay_over(int first, int last, int column) const {
+    return whole_blocks(s.totals, first, last, column);
   }
 
   // Keys between blocks, and the decay of whole blocks.
   __device__ __forceinline__ void make_keys(Columns& c) const {
-    take_rows(c, 0, s.key);
+    c.template take_rows<T>(shared, s.key);
     const float2 one = make_float2(1.0f, 1.0f);
-    const float2 total = from_first(c, one, [&](int t, float2 x) { put_planes(L::kFromFirst, t, c.column, x); });
-    to_last(c, one, [&](int t, float2 x) { put_planes(L::kToLast, t, c.column, x); });
+    const float2 total = c.from_first(one, [&](int t, float2 x) { put_planes(L::kFromFirst, t, c.column, x); });
+    c.to_last(one, [&](int t, float2 x) { put_planes(L::kToLast, t, c.column, x); });
     *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = total;
   }
   __device__ __forceinline__ void make_queries(Columns& c) const {
-    take_rows(c, L::kQueries, s.query);
-    from_first(c, make_float2(1.0f, 1.0f), [&](int t, float2 x) { put_planes(L::kQueriesFromFirst, t, c.column, x); });
+    c.template take_rows<T>(shared + L::kQueries, s.query);
+    c.from_first(make_float2(1.0f, 1.0f), [&](int t, float2 x) { put_planes(L::kQueriesFromFirst, t, c.column, x); });
   }
   // Keys and queries of the record, once decays of whole blocks are there.
   __device__ __forceinline__ void send_keys(const Columns& c) const {
@@ -170,114 +103,62 @@ struct KeyChunk {
     const int block = c.first_token / kBlock, column = first_column() + c.column;
     KeySystem<kAll>& to = system();
     const bool delta = prompt.args.delta;
-    from_first(c, whole_blocks(0, block, c.column),
-               [&](int t, float2 x) { send_planes<T>(to.from_state, t, column, delta ? x : make_float2(0.0f, 0.0f)); });
-    to_last(c, whole_blocks(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes<T>(to.to_state, t, column, x); });
-    if (block == 0) *reinterpret_cast<float2*>(&to.kept[column]) = whole_blocks(0, kBlocks, c.column);
+    c.from_first(decay_over(0, block, c.column),
+                 [&](int t, float2 x) { send_planes<T>(to.from_state, t, column, delta ? x : make_float2(0.0f, 0.0f)); });
+    c.to_last(decay_over(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes<T>(to.to_state, t, column, x); });
+    if (block == 0) *reinterpret_cast<float2*>(&to.kept[column]) = decay_over(0, kBlocks, c.column);
   }
   __device__ __forceinline__ void send_queries(const Columns& c) const {
     KeyScores<kAll>& to = scores();
-    from_first(c, whole_blocks(0, c.first_token / kBlock, c.column), [&](int t, float2 x) {
+    c.from_first(decay_over(0, c.first_token / kBlock, c.column), [&](int t, float2 x) {
       *reinterpret_cast<uint32_t*>(to.query + element_offset(t, first_column() + c.column)) = pack_pair(T{}, x.x, x.y);
     });
   }
 
-  // A warp's four columns of M and P within a block, a lane's eighth of the dimensions.
-  __device__ __forceinline__ void within_block(int block, int lane) const {
-    const int quarter = static_cast<int>(threadIdx.x / 32 % 4), first = kBlock * block, part = lane % 8;
-    const int from = 4 * quarter + lane / 8;  // this key's token in the block
-    float x[kD / 64][8];
-#pragma unroll
-    for (int i = 0; i < kD / 64; ++i) load_8<T>(at(0), first + from, 8 * i + part, x[i]);
-    const float by = s.key[first + from];
-    for (int to = 4 * quarter; to < kBlock; ++to) {
-      const int row = first + to;
-      float m = 0.0f, p = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kD / 64; ++i) {
-        float key[8], query[8];
-        load_8<T>(at(0), row, 8 * i + part, key);
-        load_8<T>(at(L::kQueries), row, 8 * i + part, query);
-        const float4* const decay = reinterpret_cast<const float4*>(decays(row) + 64 * i) + part;
-        const float4 halves[2] = {decay[0], decay[8]};
-        const float w[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
-                            halves[1].x, halves[1].y, halves[1].z, halves[1].w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (to > from) x[i][j] *= w[j];
-          m += x[i][j] * key[j];
-          p += x[i][j] * query[j];
-        }
-      }
-#pragma unroll
-      for (int offset = 1; offset < 8; offset *= 2) {
-        m += __shfl_xor_sync(kFullWarp, m, offset);
-        p += __shfl_xor_sync(kFullWarp, p, offset);
-      }
+  // A warp's four columns of M and P within a block.
+  __device__ __forceinline__ void products_within(int block, int lane) const {
+    const int quarter = static_cast<int>(threadIdx.x / 32 % 4), part = lane % 8;
+    within_block<T, kD>(at(0), at(L::kQueries), decays(0), block, quarter, lane, [&](int to, int from, float m, float p) {
+      const int row = kBlock * block + to;
       if constexpr (kPasses > 1) {
         if (part < 2) {
           float& held = s.held[block][part][to][from];
           const float sum = (part == 0 ? m : p) + (pass > 0 ? held : 0.0f);
           held = m = p = sum;  // of which part 0 has M's and part 1 P's
         }
-        if (!is_last()) continue;
+        if (!is_last()) return;
       }
+      const float by = s.key[kBlock * block + from];
       if (part == 0 && from < to) s.diagonal[block][to][from] = prompt.args.delta ? -s.beta[row] * s.key[row] * by * m : 0.0f;
       if (part == 1) {
         const T rounded = static_cast<T>(from <= to ? s.query[row] * by * p : 0.0f);
-        store_2_bytes(at(L::kScores) + element_offset(row, first + from), *reinterpret_cast<const uint16_t*>(&rounded));
+        store_2_bytes(at(L::kScores) + element_offset(row, kBlock * block + from),
+                      *reinterpret_cast<const uint16_t*>(&rounded));
       }
-    }
+    });
   }
 
-  // c += a 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last.
-  __device__ __forceinline__ void between_blocks(int rows_tile, int row_block, int key_block, int lane,
-                                                 float (&c)[2][4]) const {
-#pragma unroll 2
-    for (int k = 0; k < kD / 16; ++k) {
-      Planes left;
-      load_matrices(left.high, left_rows(at(rows_tile), row_block, k, lane));
-      load_matrices(left.low, left_rows(at(rows_tile + L::kRows), row_block, k, lane));
-      if (row_block > key_block + 1) {  // whole blocks between them
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 by = whole_blocks(key_block + 1, row_block, 16 * k + fragment_column(lane, 0) + i / 2 * 8);
-          const float2 high = unpack_pair(T{}, left.high[i]), low = unpack_pair(T{}, left.low[i]);
-          uint32_t planes[2];
-          split_pair<T>(by.x * (high.x + low.x), by.y * (high.y + low.y), planes);
-          left.high[i] = planes[0], left.low[i] = planes[1];
-        }
-      }
-      multiply<T>(c, left, at(L::kToLast), at(L::kToLast + L::kRows), key_block, k, lane);
-    }
-  }
-
-  // The blocks below the diagonal ones, of P and M, that a warp has: (1,0), (2,0), (2,1), (3,0) ..
-  struct Below {
+  // The blocks below the diagonal ones, of P and M, that a warp has.
+  struct Task : Below {
     bool there, of_scores;
-    int row_block, key_block;
 
-    __device__ __forceinline__ Below(int task) {
-      const int pair = task % kBefore;
-      there = task < 2 * kBefore;
-      of_scores = task < kBefore;
-      row_block = pair < 1 ? 1 : pair < 3 ? 2 : 3;
-      key_block = pair - row_block * (row_block - 1) / 2;
-    }
+    __device__ __forceinline__ explicit Task(int task)
+        : Below(task % kBefore), there(task < 2 * kBefore), of_scores(task < kBefore) {}
   };
   __device__ __forceinline__ void add_below_diagonal(int warp, int lane, Sums& sums) const {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
-      const Below of(warp + i * kCtaWarps);
+      const Task of(warp + i * kCtaWarps);
       if (!of.there) continue;
-      between_blocks(of.of_scores ? L::kQueriesFromFirst : L::kFromFirst, of.row_block, of.key_block, lane, sums[i]);
+      between_blocks<T, kD, L::kRows>(at(of.of_scores ? L::kQueriesFromFirst : L::kFromFirst), at(L::kToLast), s.totals, of,
+                                      lane, sums[i]);
     }
   }
   // To the tiles of -M and P.
   __device__ __forceinline__ void store_below_diagonal(int warp, int lane, const Sums& sums) const {
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i) {
-      const Below of(warp + i * kCtaWarps);
+      const Task of(warp + i * kCtaWarps);
       if (!of.there) continue;
       const float (&c)[2][4] = sums[i];
 #pragma unroll
@@ -300,7 +181,7 @@ struct KeyChunk {
   __device__ __forceinline__ void make_squares(int warp, int lane, Sums& sums) const {
     add_below_diagonal(warp, lane, sums);
     if (is_last()) store_below_diagonal(warp, lane, sums);
-    for (int block = warp / 4; block < kBlocks; block += L::kThreads / kThreads) within_block(block, lane);
+    for (int block = warp / 4; block < kBlocks; block += L::kThreads / kThreads) products_within(block, lane);
   }
 
   // Factors of rows whose tiles have a part of them, from global memory; four threads have a row.

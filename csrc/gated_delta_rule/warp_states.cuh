@@ -174,29 +174,57 @@ __device__ __forceinline__ void load_columns(uint32_t tile, int warp, int lane, 
   }
 }
 
-// beta (v - prefix key u) in place of u, which is K S transposed.
-template <class T>
-__device__ __forceinline__ void take_rest(uint32_t values, const TokenScalars& s, int warp, int lane,
+// beta (v - factors u) in place of u, which is K S transposed; of(n): factors of the tokens that a lane has in tile n.
+template <class T, class Of>
+__device__ __forceinline__ void take_rest(uint32_t values, const float* beta, Of&& of, int warp, int lane,
                                           float (&u)[2 * kBlocks][4]) {
   uint32_t left[kBlocks][4];
   float value[2 * kBlocks][4];
   load_columns<T>(values, warp, lane, left, value);
 #pragma unroll
   for (int n = 0; n < 2 * kBlocks; ++n) {
-    const float2 beta = column_pair(s.beta, n, lane), prefix = column_pair(s.prefix, n, lane),
-                 key = column_pair(s.key, n, lane);
+    const float2 betas = column_pair(beta, n, lane), by = of(n);
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
-      u[n][e] = beta.x * (value[n][e] - prefix.x * key.x * u[n][e]);
-      u[n][e + 1] = beta.y * (value[n][e + 1] - prefix.y * key.y * u[n][e + 1]);
+      u[n][e] = betas.x * (value[n][e] - by.x * u[n][e]);
+      u[n][e + 1] = betas.y * (value[n][e + 1] - by.y * u[n][e + 1]);
     }
   }
+}
+// The same with the decay from the chunk's begin and the lengths of keys.
+template <class T>
+__device__ __forceinline__ void take_rest(uint32_t values, const TokenScalars& s, int warp, int lane,
+                                          float (&u)[2 * kBlocks][4]) {
+  const auto of = [&](int n) {
+    const float2 prefix = column_pair(s.prefix, n, lane), key = column_pair(s.key, n, lane);
+    return make_float2(prefix.x * key.x, prefix.y * key.y);
+  };
+  take_rest<T>(values, s.beta, of, warp, lane, u);
 }
 
 // The block above the diagonal of a system's first plane that has the third of block i on it: where keys are nearly parallel,
 // what bfloat16's first two leave out of these inverses is most of what is lost.
 __device__ __forceinline__ int third_row(int i) { return i < kBlocks - 1 ? i : 0; }
 __device__ __forceinline__ int third_column(int i) { return i < kBlocks - 1 ? i + 1 : kBlocks - 1; }
+
+// One warp: the inverse of I + M's block on the diagonal, of which `diagonal` has -M's, to the tiles of -M.
+template <class T>
+__device__ __forceinline__ void put_inverse_block(float (&diagonal)[kBlock][kDiagonalStride], uint32_t high, uint32_t low,
+                                                  int warp, int lane) {
+  invert_block(diagonal, lane);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      const int row = fragment_row(lane, e), column = 8 * n + fragment_column(lane, e);
+      uint32_t planes[3];
+      split_pair<T>(diagonal[row][column], diagonal[row][column + 1], planes);
+      store_pair(high, kBlock * warp + row, kBlock * warp + column, planes[0]);
+      store_pair(low, kBlock * warp + row, kBlock * warp + column, planes[1]);
+      if constexpr (!Left<T>::kScaled)
+        store_pair(high, kBlock * third_row(warp) + row, kBlock * third_column(warp) + column, planes[2]);
+    }
+}
 
 // This warp's rows of the tiles of -M, in two planes, with the inverse of I + M's block in place of the diagonal one.
 template <class T, int kD>
@@ -220,19 +248,7 @@ __device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32
     }
   }
   __syncwarp();
-  invert_block(diagonal, lane);
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-      const int row = fragment_row(lane, e), column = 8 * n + fragment_column(lane, e);
-      uint32_t planes[3];
-      split_pair<T>(diagonal[row][column], diagonal[row][column + 1], planes);
-      store_pair(high, kBlock * warp + row, kBlock * warp + column, planes[0]);
-      store_pair(low, kBlock * warp + row, kBlock * warp + column, planes[1]);
-      if constexpr (!Left<T>::kScaled)
-        store_pair(high, kBlock * third_row(warp) + row, kBlock * third_column(warp) + column, planes[2]);
-    }
+  put_inverse_block<T>(diagonal, high, low, warp, lane);
 }
 
 // The 16 x 16 block (r, c) of a tile as the right side of a product that takes its rows as columns, with kTurned its columns.
@@ -299,8 +315,20 @@ struct State {
       }
   }
 
-  // c = S^T X^T for the tile of X. Calls split(k, left side) for 16 key dimensions at a time.
-  template <class Split>
+  // by(n): factors of the key dimensions that a lane has in tile n.
+  template <class By>
+  __device__ __forceinline__ void decay(By&& by) {
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      const float2 of = by(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] *= e % 2 ? of.y : of.x;
+    }
+  }
+
+  // c = S^T X^T for the tile of X, or two planes of X that are kLow bytes apart. Calls split(k, left side, what undoes its
+  // scale) for 16 key dimensions at a time.
+  template <int kLow = 0, class Split>
   __device__ __forceinline__ void multiply(uint32_t rows, int lane, float (&c)[2 * kBlocks][4], Split&& split) const {
     float factor[2], inverse;
     scale_rows<T>(x, factor, inverse);
@@ -315,6 +343,11 @@ struct State {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         uint32_t b[4];
+        if constexpr (kLow > 0) {
+          load_matrices(b, right_rows(rows + kLow, block, k, lane));
+          mma(T{}, c[2 * block], left.high, b[0], b[1]);
+          mma(T{}, c[2 * block + 1], left.high, b[2], b[3]);
+        }
         load_matrices(b, right_rows(rows, block, k, lane));
         left.multiply_planes(c[2 * block], b[0], b[1]);
         left.multiply_planes(c[2 * block + 1], b[2], b[3]);
@@ -332,8 +365,13 @@ struct State {
     multiply(rows, lane, c, [](int, const Left<T>&, float) {});
   }
 
-  // S^T = kept S^T + U^T X for the tile of X; u holds U^T. Products are added up on their own, as tensor cores truncate sums.
+  // S^T = kept S^T + U^T X for the tile of X, or two planes that are kLow bytes apart; u holds U^T. Products are added up on
+  // their own, as tensor cores truncate sums. kept(n): of the key dimensions that a lane has in tile n.
   __device__ __forceinline__ void enter(uint32_t rows, int lane, const float (&u)[2 * kBlocks][4], float kept) {
+    enter<0>(rows, lane, u, [kept](int) { return make_float2(kept, kept); });
+  }
+  template <int kLow, class Kept>
+  __device__ __forceinline__ void enter(uint32_t rows, int lane, const float (&u)[2 * kBlocks][4], Kept&& kept) {
     float factor[2], inverse;
     scale_rows<T>(u, factor, inverse);
     Left<T> left[kBlocks];
@@ -345,15 +383,23 @@ struct State {
 #pragma unroll
       for (int k = 0; k < kBlocks; ++k) {
         uint32_t b[4];
+        if constexpr (kLow > 0) {
+          load_matrices_transposed(b, right_depth(rows + kLow, k, n, lane));
+          mma(T{}, sum[0], left[k].high, b[0], b[1]);
+          mma(T{}, sum[1], left[k].high, b[2], b[3]);
+        }
         load_matrices_transposed(b, right_depth(rows, k, n, lane));
         left[k].multiply_planes(sum[0], b[0], b[1]);
         left[k].multiply_planes(sum[1], b[2], b[3]);
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int half = 0; half < 2; ++half) {
+        const float2 by = kept(2 * n + half);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          x[2 * n + half][e] = kept * x[2 * n + half][e] + (Left<T>::kScaled ? inverse * sum[half][e] : sum[half][e]);
+          x[2 * n + half][e] =
+              (e % 2 ? by.y : by.x) * x[2 * n + half][e] + (Left<T>::kScaled ? inverse * sum[half][e] : sum[half][e]);
+      }
     }
   }
 };

@@ -510,27 +510,56 @@ def test_gated_delta_rule_grad(delta_rule, dtype):
     check(inputs, {"normalize_qk": 1}, seed=5)  # 25 chunks, of which tests hold 5
 
 
+def check_delta_rule_grad(folder, inputs, attrs=(), factor=delta_cases.PLAIN, **options):
+    """Of rows of unit length."""
+    inputs, attrs = delta_cases.with_grads(inputs, {"normalize_qk": 1, **dict(attrs)})
+    found = run_simulated(folder, delta_cases.GRAD, inputs, attrs, **options)
+    delta_cases.assert_near(found, inputs, attrs, factor)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_gated_delta_rule_grad_in_chunks(delta_rule, dtype):
+@pytest.mark.parametrize("decay", ("token", "key"))
+def test_gated_delta_rule_grad_in_chunks(delta_rule, decay, dtype):
     """On tensor cores: ends of chunks, of widths and of vectors, heads of each kind of sharing, packed requests with tokens of
     none, in windows of a few chunks, as tests have them."""
     before = products(delta_rule)
-
-    def check(inputs, attrs=(), **options):
-        inputs, attrs = delta_cases.with_grads(inputs, {"normalize_qk": 1, **dict(attrs)})
-        found = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs, **options)
-        delta_cases.assert_near(found, inputs, attrs)
-
-    for n, d, dv, decay, v_first in ((64, 64, 64, None, 0), (150, 128, 72, "token", 1), (100, 33, 20, -0.05, 0)):
-        inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first)
-        check(inputs, {"state_v_first": v_first})
+    decays = {"token": (None, "token", -0.05), "key": ("mixed", "key", "edge")}[decay]
+    for (n, d, dv, v_first), kind in zip(((64, 64, 64, 0), (150, 128, 72, 1), (100, 33, 20, 0)), decays, strict=True):
+        inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, decay=kind, state=True, v_first=v_first)
+        check_delta_rule_grad(delta_rule, inputs, {"state_v_first": v_first})
     for heads in ((4, 2, 2), (2, 1, 4), (4, 1, 2)):
-        inputs = delta_cases.make(70, heads=heads, d=16, dv=24, dtype=dtype, layout="bnhd", state=True, unit=False)
-        check(inputs, {"layout": "bnhd", "scale": 0.7})
+        inputs = delta_cases.make(70, heads=heads, d=16, dv=24, dtype=dtype, decay=decay, layout="bnhd", state=True, unit=False)
+        check_delta_rule_grad(delta_rule, inputs, {"layout": "bnhd", "scale": 0.7})
     packed = [3, 70, 70, 134, 230, 295]
-    check(delta_cases.make(300, packed=packed, heads=(2, 1, 2), d=24, dv=72, dtype=dtype, state=True), seed=3)
+    for heads in ((2, 1, 2), (4, 1, 2)) if decay == "key" else ((2, 1, 2),):
+        inputs = delta_cases.make(300, packed=packed, heads=heads, d=24, dv=72, dtype=dtype, decay=decay, state=True)
+        check_delta_rule_grad(delta_rule, inputs, seed=3)
     assert products(delta_rule) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_grad_in_chunks_of_unusual_key_decays(delta_rule, dtype):
+    """From none to all forgotten, alike and side by side, and walls between tokens that forget nothing; parallel keys."""
+    case = {"b": 1, "heads": (1, 1, 1), "d": 64, "dv": 64, "dtype": dtype, "state": True}
+    parallel = delta_cases.make(130, decay=0.0, **case)
+    key = parallel["key"].float()
+    near = key[:, :, :1] + 1e-2 * key
+    parallel["key"] = (near / near.norm(dim=-1, keepdim=True)).to(parallel["key"].dtype)
+    parallel["beta"].fill_(2.0)
+    for inputs in (
+        parallel,
+        *(delta_cases.make(130, decay=decay, **case) for decay in (-1e-5, -5.0, -20.0, -100.0, float("-inf"))),
+    ):
+        check_delta_rule_grad(delta_rule, delta_cases.with_decays_of_keys(inputs), factor=8.0)
+    inputs = delta_cases.make(130, decay="key", **case)
+    rates = torch.tensor((0.0, 1e-5, 1e-2, 1.0, 20.0, 103.0, 105.0, math.inf))
+    inputs["log_decay"] = -rates.repeat(8).expand(1, 1, 130, 64).contiguous()
+    check_delta_rule_grad(delta_rule, inputs)
+    inputs["log_decay"] = torch.zeros(1, 1, 130, 64)
+    inputs["log_decay"][:, :, 24::40] = -60.0
+    check_delta_rule_grad(delta_rule, inputs)
 
 
 @pytest.mark.slow
@@ -549,9 +578,10 @@ def test_gated_delta_rule_with_keys_for_which_states_grow(delta_rule, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state", "grad_output", "grad_final_state"))
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, dtype, role):
-    inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, state=True), {})
+@pytest.mark.parametrize("dtype, decay", (("float32", "token"), ("bfloat16", "token"), ("bfloat16", "key")))
+def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, dtype, decay, role):
+    inputs = delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, decay=decay, state=True)
+    inputs, attrs = delta_cases.with_grads(inputs, {})
     clean = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs)
     inputs[role] = inputs[role].clone()
     inputs[role][1, 1].view(-1)[0] = float("nan")

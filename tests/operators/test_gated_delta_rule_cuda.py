@@ -274,8 +274,9 @@ def test_grad_lengths(n, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("decay", ("token", "key", "edge", "mixed"))
 @pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
-def test_grad_prompts(heads, dtype):
+def test_grad_prompts(heads, decay, dtype):
     """Long ones, of whole and of cut widths, of whole vectors and not, in both layouts."""
     for n, d, dv, layout in (
         (700, 128, 128, "bhnd"),
@@ -284,21 +285,26 @@ def test_grad_prompts(heads, dtype):
         (64, 64, 8, "bhnd"),
         (127, 33, 50, "bnhd"),
     ):
-        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, layout=layout, state=True, unit=False)
+        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, layout=layout, state=True, unit=False)
         check_grad(inputs, {"normalize_qk": 1, "layout": layout})
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_grad_packed_prompts(dtype):
+@pytest.mark.parametrize("decay", ("token", "key", "edge"))
+def test_grad_packed_prompts(decay, dtype):
     """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none."""
     for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40)):
-        inputs = make(400, packed=[3, 3, 4, 67, 131, 196, 396], heads=heads, d=d, dv=dv, dtype=dtype, state=True)
+        packed = [3, 3, 4, 67, 131, 196, 396]
+        inputs = make(400, packed=packed, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, state=True)
         check_grad(inputs, {"normalize_qk": 1})
 
 
-def test_grad_of_more_chunks_than_a_window_has():
+@pytest.mark.parametrize("per_key", (False, True))
+def test_grad_of_more_chunks_than_a_window_has(per_key):
     """More than 1.5 GiB of what is kept: two windows, the first gone through twice."""
     inputs = make(8000, b=1, heads=(16, 16, 64), d=128, dv=128, dtype="bfloat16", decay=-1e-3)
+    if per_key:
+        inputs = with_decays_of_keys(inputs)
     inputs, attrs = with_grads(inputs, {"normalize_qk": 1}, last=False)
     given = {name: x.to(DEVICE) for name, x in inputs.items()}
     found = run_kernel(GRAD, given, attrs)
@@ -309,19 +315,24 @@ def test_grad_of_more_chunks_than_a_window_has():
 
 
 def test_grad_which_kernel_runs():
-    """16-bit prompts with a decay of each token go on tensor cores, where a CTA gets enough shared memory."""
-    enough = torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin >= 182_784
+    """16-bit prompts go on tensor cores, where a CTA gets enough shared memory."""
+    shared = torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin
     for n, options, chunks in (
         (200, {"dtype": "bfloat16"}, True),
         (200, {"dtype": "float16"}, True),
         (31, {"dtype": "bfloat16"}, False),
         (200, {"dtype": "float32"}, False),
-        (200, {"dtype": "bfloat16", "decay": "key"}, False),
+        (200, {"dtype": "bfloat16", "decay": "key"}, True),
+        (200, {"dtype": "float16", "decay": "mixed", "heads": (4, 1, 2)}, True),
+        (31, {"dtype": "bfloat16", "decay": "key"}, False),
+        (200, {"dtype": "float32", "decay": "key"}, False),
         (200, {"dtype": "bfloat16", "d": 136}, False),
+        (200, {"dtype": "bfloat16", "d": 136, "decay": "key"}, False),
     ):
         inputs, attrs = with_grads(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
-        names = kernels_of(inputs, attrs, GRAD)
-        assert ("GradChunksKernel" in names) == (chunks and enough), names
+        names, per_key = kernels_of(inputs, attrs, GRAD), "decay" in options
+        assert ("GradChunksKernel" in names) == (chunks and not per_key and shared >= 182_784), names
+        assert ("KeyChunksKernel" in names) == (chunks and per_key and shared >= 231_552), names
 
 
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
@@ -343,23 +354,38 @@ def test_grad_of_more_chunks_than_states_are_held():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grad_adversarial_inputs(dtype):
-    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=None, state=True)
+@pytest.mark.parametrize("per_key", (False, True))
+def test_grad_adversarial_inputs(per_key, dtype):
+    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=0.0 if per_key else None, state=True)
     key = parallel["key"].float()
     near = key[:, :, :1] + 1e-2 * key
     parallel["key"] = (near / near.norm(dim=-1, keepdim=True)).to(parallel["key"].dtype)
     for inputs in (
         make(1500, b=1, d=64, dv=64, dtype=dtype, decay=-1e-5, state=True),
+        make(200, b=1, d=64, dv=64, dtype=dtype, decay=-20.0, state=True),
         make(200, b=1, d=64, dv=64, dtype=dtype, decay=-100.0, state=True),
         make(100, b=1, d=64, dv=64, dtype=dtype, decay=float("-inf"), state=True),
         parallel,
         parallel | {"beta": torch.full_like(parallel["beta"], 2.0)},
     ):
+        if per_key:
+            inputs = with_decays_of_keys(inputs)
         check_grad(inputs, {"normalize_qk": 1}, factor=8.0)
 
 
-def test_grad_has_the_same_bits_every_time():
-    inputs, attrs = with_grads(make(500, heads=(4, 1, 8), d=64, dv=80, dtype="bfloat16", state=True), {"normalize_qk": 1})
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_grad_of_key_dimensions_that_decay_unlike_each_other(dtype):
+    """Some keep all, some forget a little each token, some nearly all, some all at once."""
+    inputs = make(500, b=1, d=128, dv=64, dtype=dtype, decay="key", state=True)
+    rates = torch.tensor((0.0, 1e-5, 1e-2, 1.0, 20.0, 103.0, 105.0, float("inf")))
+    inputs["log_decay"] = -rates.repeat(16).expand(1, 4, 500, 128).contiguous()
+    check_grad(inputs, {"normalize_qk": 1})
+
+
+@pytest.mark.parametrize("decay", ("token", "key"))
+def test_grad_has_the_same_bits_every_time(decay):
+    inputs = make(500, heads=(8, 1, 4), d=64, dv=80, dtype="bfloat16", decay=decay, state=True)
+    inputs, attrs = with_grads(inputs, {"normalize_qk": 1})
     given = {name: x.to(DEVICE) for name, x in inputs.items()}
     first = run_kernel(GRAD, given, attrs)
     for _ in range(5):
