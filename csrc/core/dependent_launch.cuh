@@ -16,6 +16,12 @@ __device__ __forceinline__ void wait_for_launch_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The same for what is read by volatile assembly alone: all else may be moved past it.
+__device__ __forceinline__ void wait_for_volatile_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;");
+#endif
+}
 
 // Lets the launch behind begin once all CTAs have come here or ended, if it may. For kernels that were not launched so themselves:
 // no more than two launches are under way.

@@ -5,8 +5,10 @@
 
 #if defined(__CUDACC__)
 #define LEANFLEET_HD __host__ __device__ __forceinline__
+#define LEANFLEET_HD_NOINLINE inline __host__ __device__ __noinline__
 #else
 #define LEANFLEET_HD inline
+#define LEANFLEET_HD_NOINLINE inline
 #endif
 // The namespace `parent`, or in CPU kernels the instruction set's own in it, as core/simd.h explains.
 #if defined(LEANFLEET_ISA)

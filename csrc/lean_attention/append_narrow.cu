@@ -86,7 +86,7 @@ __device__ __forceinline__ void append_row(const Args& args, const Scales& scale
 template <class T>
 __global__ void __launch_bounds__(256) AppendNarrowKernel(const __grid_constant__ Args args) {
   let_next_launch_begin();
-  if (args.packed_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
+  if (args.packed_tokens && !args.lone_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   if (!args.append) return;
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * 2;
 #pragma unroll 1

@@ -261,7 +261,13 @@ __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_
 
 // A lane's request, that of this index, in all lanes.
 __device__ __forceinline__ Request request_of_lane(const Args& args, const Request& mine, int lane, int index) {
-  if (args.packed_tokens) return request_of(args, index);
+  if (args.lone_tokens) {
+    LoneToken found;
+    found.b = __shfl_sync(kFullWarp, mine.b, lane), found.earlier = __shfl_sync(kFullWarp, mine.earlier, lane);
+    found.keys = __shfl_sync(kFullWarp, mine.keys, lane), found.tokens = __shfl_sync(kFullWarp, mine.tokens, lane);
+    return request_of_lone(args, index, found);
+  }
+  if (args.packed_tokens) return args.pieces[index];
   Request request = {};
   request.start = __shfl_sync(kFullWarp, mine.start, lane);
   request.keys = __shfl_sync(kFullWarp, mine.keys, lane);
@@ -376,7 +382,7 @@ __device__ __forceinline__ bool are_better_dealt(Args& args) {
   int32_t sum = 0, most = 0, count = 0;  // of units of a head, with their begin and end
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < args.batch; i += 32) {
-    const Request request = args.pieces[i];
+    const Request request = request_of(args, i);
     if (request.rows == 0) continue;
     const Span tiles = unit_tiles(args, request, 0);
     const int32_t size = kUnit + max32(tiles.end - tiles.begin, 1);

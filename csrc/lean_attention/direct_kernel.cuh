@@ -55,6 +55,7 @@ struct DirectWork {
   int32_t begin, end;         // tokens of the segment, begin a multiple of kTokens; empty after the last segment
   int32_t cached_end;         // tokens from here to end come from new_key and new_value
   int32_t read_end;           // cached_end, or 0 if no token before it is seen
+  int32_t appended_from;      // tokens from here on the launch before may still append
   int32_t last;               // not 0: there is no more work
   Span seen, common;          // keys that at least one row sees, and that all rows see, padding aside
   const char *keys, *values;  // the request's head in dense and ragged caches, the head in page 0 of paged ones
@@ -232,6 +233,7 @@ struct DirectCta {
       return unit.head * strides.head + unit.request.b * strides.batch + unit.request.start * strides.token;
     };
     work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
+    work.appended_from = args.begins_early ? old_keys(unit.request) : INT32_MAX;
     work.keys = static_cast<const char*>(args.key_cache) + bytes_of<kKeys>(at(args.key_strides));
     work.values = static_cast<const char*>(args.value_cache) + bytes_of<kValues>(at(args.value_strides));
     return work;
@@ -329,7 +331,10 @@ struct DirectCta {
 
   // Before the reads of a tile: where its rows lie, and the scales of its tokens.
   __device__ __forceinline__ void prepare_reads(const DirectWork& work, int begin) {
-    if (begin + kTokens > old_keys(work.unit.request)) wait_for_launch_before();
+    if (begin + kTokens > work.appended_from) {
+      if constexpr (kNarrow) wait_for_launch_before();
+      else wait_for_volatile_reads();
+    }
     if constexpr (kNarrow) look_up_row(work, begin);
     else if (args.cache_kind == kPaged) look_up(work, begin);
   }
@@ -1100,7 +1105,7 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of
     if (grid.cluster > 1) cluster_arrive();
 #endif
     if (equal.last != 0) {
-      wait_for_launch_before();
+      wait_for_volatile_reads();
       return;
     }
     in_cluster = grid.cluster > 1 && equal.segment.count > 1;
@@ -1134,7 +1139,7 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of
     const DirectWork& work = shared.works[turn ^ 1];
     cta.run_segment(work, turn ^ 1);
     const bool ends = shared.works[turn].last != 0;
-    if (ends) wait_for_launch_before();
+    if (ends) wait_for_volatile_reads();
     if (begun) cta.store_to_shared();
     if (!ends && cta.stages()) cta.stage(shared.works[turn], turn);
     __syncthreads();
@@ -1233,7 +1238,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
   }
   __syncthreads();
   cta.run_segment(work, 0);
-  wait_for_launch_before();
+  wait_for_volatile_reads();
   cta.store_to_shared();
   __syncthreads();
   const Span rows = unit_rows(args, work.unit.request, row_tile);

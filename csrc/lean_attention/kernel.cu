@@ -478,7 +478,6 @@ void cut_for_cuda(Args& args) {
   const int few_rows = has_narrow_cache(args) && narrow_direct_rows(args, args.group) == 0 ? kNarrowFewRows : 8;
   if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(few_rows / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
-  args.lone_tokens = few && args.tokens == 1 && args.causal;
 }
 
 Args short_launch(const Args& args) {
@@ -602,6 +601,13 @@ bool runs_directly(const Args& args, int shared_bytes) {
   return pages || short_wide || has_few_tokens(args);
 }
 
+// Whether pieces of packed tokens may be worked out by lone_token, so that kernels need no notes of them and may begin while the new
+// tokens are appended.
+bool may_begin_early(const Args& args, int device) {
+  return args.packed_tokens && args.tokens == 1 && args.short_tokens == 0 && args.causal && dependent_launches() &&
+         code_version(device) >= 90;
+}
+
 // The kernel that args.plan asks for, and the merge of its units.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   const auto then_merge = [&](int error, bool scales_far = false) {
@@ -710,6 +716,7 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
 // The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores, and of prompts on wgmma.
 int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
   if (args.append || args.packed_tokens) {
+    args.lone_tokens = may_begin_early(args, device);
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
@@ -783,11 +790,11 @@ int launch_attention(const Args& call, int device, void* stream) {
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
     }
-    // Of lone tokens the kernel needs no notes, and reads old keys while the new ones are appended.
+    // A new row's sector of 32 bytes must not be in L1 when old rows have been read.
     const bool whole_sectors =
         (args.key_width | args.value_width) % 16 == 0 && aligned(args.key_cache, 32) && aligned(args.value_cache, 32);
-    args.begins_early = args.lone_tokens && by_16_bytes && prepares(args) && whole_sectors && dependent_launches() &&
-                        code_version(device) >= 90 && (args.plan.one_segment > 0 || runs_directly(args, max_shared_bytes));
+    args.begins_early = args.lone_tokens = may_begin_early(args, device) && by_16_bytes && prepares(args) && whole_sectors &&
+                                           (args.plan.one_segment > 0 || runs_directly(args, max_shared_bytes));
     const int error = prepare_packed(args, by_16_bytes, static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
   }

@@ -100,7 +100,7 @@ struct Args {
   bool causal, append;
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
   bool packed_tokens;       // the new tokens of all requests stand one after the other; batch and tokens: see cut_into_pieces
-  bool lone_tokens;  // CUDA: their pieces are causal and of one token; kernels work them out, and args.pieces is not read
+  bool lone_tokens;         // CUDA: their pieces are causal and of one token, and kernels work them out: see lone_token
   Plan plan;
 
   // T [B,H,Nq,D], or [H,Nq,D] of packed tokens; in one tensor with new_key and new_value, all three have the strides of the

@@ -111,7 +111,7 @@ template <class T>
 __global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ Args args, int first_row) {
   constexpr int kAtOnce = 4;
   let_next_launch_begin();
-  note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
+  if (!args.lone_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   const int lane = threadIdx.x % 32, warps = gridDim.x * 8;
   const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8, chunks = args.value_width / 8;
   const int rows = args.heads + args.kv_heads, end = rows * items, values_end = args.kv_heads * chunks;

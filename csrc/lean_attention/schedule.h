@@ -85,7 +85,6 @@ LEANFLEET_HD int32_t query_offset(const Args& args, int32_t b) {
 }
 
 LEANFLEET_HD int32_t first_piece(const Args& args, int32_t b) {
-  if (args.tokens == 1) return query_offset(args, b);
   return (query_offset(args, b) + b * (args.tokens - 1)) / args.tokens;
 }
 
@@ -129,9 +128,61 @@ LEANFLEET_HD void cut_into_pieces(Args& args, int32_t tokens) {
   args.batch = first_piece(args, args.requests + 1);
 }
 
+// What is to be known of a packed token of causal attention that is a piece: the request that owns it, how many of that request's
+// tokens come before it, the keys that it sees, and whether it counts at all (1 or 0).
+struct alignas(16) LoneToken {
+  int32_t b, earlier, keys, tokens;
+};
+
+// The same as piece() says, in less time where requests have a token each. Not inlined: kernels ask in several places, and those that
+// run for microseconds wait for their code. Not of Args: they would get an address. cu_seqlens: ragged caches, else null.
+LEANFLEET_HD_NOINLINE LoneToken lone_token(const int32_t* cu_query_lens, const int32_t* seq_lens, const int32_t* cu_seqlens,
+                                           int32_t requests, int32_t total, int32_t capacity, int32_t token) {
+  const auto offset = [&](int32_t b) { return b == 0 ? 0 : b > requests ? total : clamped_offset(cu_query_lens, b, total); };
+  int32_t b = token < requests ? token : requests;
+  if (offset(b) > token || offset(b + 1) <= token) {
+    int32_t low = 0, high = requests;  // the last that begins at or before it
+    while (low < high) {
+      const int32_t middle = low + (high - low + 1) / 2;
+      if (offset(middle) <= token) low = middle;
+      else high = middle - 1;
+    }
+    b = low;
+  }
+  LoneToken found = {b, token - offset(b), 0, 0};
+  if (b == requests) return found;
+  if (cu_seqlens != nullptr) {
+    const int32_t start = clamped_offset(cu_seqlens, b, capacity);
+    capacity = max32(clamped_offset(cu_seqlens, b + 1, capacity), start) - start;
+  }
+  const int32_t keys = seq_lens != nullptr ? clamp(seq_lens[b], 0, capacity) : capacity;
+  const int32_t tokens = clamp(offset(b + 1) - offset(b), 0, keys);
+  found.tokens = found.earlier < tokens ? 1 : 0;
+  if (found.tokens > 0) found.keys = keys - tokens + found.earlier + 1;
+  return found;
+}
+LEANFLEET_HD Request request_of_lone(const Args& args, int32_t token, const LoneToken& found) {
+  Request request = {};
+  request.b = found.b;
+  if (args.cache_kind == kRagged && found.b < args.requests)
+    request.start = clamped_offset(args.cu_seqlens, found.b, args.capacity);
+  request.keys = found.keys, request.tokens = found.tokens;
+  request.rows = 1;
+  request.origin = token;
+  request.position = max32(found.keys - 1, 0);
+  request.earlier = found.earlier;
+  return request;
+}
+
 // The request, or the piece, of this index.
 LEANFLEET_HD Request request_of(const Args& args, int32_t index) {
-  if (args.packed_tokens) return args.lone_tokens ? piece(args, index) : args.pieces[index];
+  if (args.lone_tokens) {
+    const int32_t* const cu_seqlens = args.cache_kind == kRagged ? args.cu_seqlens : nullptr;
+    return request_of_lone(
+        args, index,
+        lone_token(args.cu_query_lens, args.seq_lens, cu_seqlens, args.requests, args.total_tokens, args.capacity, index));
+  }
+  if (args.packed_tokens) return args.pieces[index];
   Request request = cache_of(args, index);
   request.rows = args.tokens;
   request.origin = index;
