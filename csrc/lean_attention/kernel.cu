@@ -221,6 +221,7 @@ template <class T>
 __global__ void __launch_bounds__(kFloatThreads) FloatKernel(const __grid_constant__ Args launch_args, bool by_16_bytes) {
   Args args = launch_args;
   args.plan.equal_parts = 0;  // the fallback for other types has the plan of their kernels
+  args.lone_tokens = false;   // never here
   extern __shared__ float shared[];
   if (args.plan.merge_apart && threadIdx.x == 0) begin_cuts(args, blockIdx.x);
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
@@ -715,8 +716,10 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
 
 // The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores, and of prompts on wgmma.
 int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
+  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
+  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
   if (args.append || args.packed_tokens) {
-    args.lone_tokens = may_begin_early(args, device);
+    args.lone_tokens = half && by_16_bytes && args.plan.directly && may_begin_early(args, device);
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
@@ -725,8 +728,6 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
     args.begins_early =
         (!args.packed_tokens || args.lone_tokens) && dependent_launches() && code_version(device) >= 90 && whole_sectors;
   }
-  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
-  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
   const auto launches = [&](const Args& part) {
     return part.plan.directly || part.plan.converts || narrow_fits(part, max_shared_bytes);
   };

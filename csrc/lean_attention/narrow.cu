@@ -676,7 +676,8 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     NarrowKernel(const __grid_constant__ Args launch_args, const __grid_constant__ NarrowLaunch launch) {
   using Tile = NarrowTile<kWidth>;
-  Args args = launch_args;  // so that the compiler knows the plan's constants
+  Args args = launch_args;   // so that the compiler knows the plan's constants
+  args.lone_tokens = false;  // never here
   args.plan.key_tile = kNarrowTileKeys;
   args.plan.min_range_work = kMinRangeWork;
   extern __shared__ __align__(16) char raw[];

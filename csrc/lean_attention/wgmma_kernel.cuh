@@ -724,7 +724,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kTh
                 const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = WgmmaTile<kWidth, kConverts, kValueWidth>;
-  Args args = launch_args;  // so that the compiler knows the plan's constants
+  Args args = launch_args;   // so that the compiler knows the plan's constants
+  args.lone_tokens = false;  // never here
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0),
