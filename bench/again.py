@@ -61,6 +61,7 @@ def linear_decoder(kind: str, layers: int) -> Measurement:
 MEASUREMENTS = (
     Measurement("causal_conv_h200", GPU, ("kernels.causal_conv STEM --drawn 20",)),
     Measurement("decay_gates_h200", GPU, ("kernels.decay_gates STEM --drawn 20 --rounds 15",)),
+    Measurement("dependent_launch_h200", GPU, ("kernels.dependent_launch STEM",)),
     Measurement("gated_activation_h200", GPU, ("kernels.gated_activation STEM",)),
     Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --only named --rounds 15",)),
     Measurement(
@@ -106,7 +107,7 @@ MEASUREMENTS = (
     Measurement(
         "hybrids_h200",
         GPU,
-        ("models.hybrids export WORK/hybrids --dtype float16 --weightless", "models.hybrids run WORK/hybrids OUT"),
+        ("models.hybrids export WORK/hybrids --dtype float16 --thin", "models.hybrids run WORK/hybrids OUT"),
     ),
     Measurement(
         "hybrids_nemotron_h200",
