@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, kThreads > kStepThreads ? 1
   // Past L1, since the launch before may still write the index.
   const auto named = [&]() -> int64_t { return args.state_index != nullptr ? __ldcg(args.state_index + request) : request; };
   // A state is most of what a step reads: its lines come to the L2 cache before the launch before has ended.
-  if (states.initial != nullptr) prefetch_state(states, place_at(named()), V, rows_at(named()));
+  const int64_t maybe = named();
+  if (states.initial != nullptr) prefetch_state(states, place_at(maybe), V, rows_at(maybe));
   wait_for_launch_before();
   const int64_t row = named(), at = place_at(row);
   const int rows = rows_at(row);

@@ -1,6 +1,7 @@
 // Launches that may begin while the launch before them in their stream still runs (programmatic dependent launch, CUDA Programming
 // Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. Until
-// wait_for_launch_before() such a kernel writes nothing and reads nothing that the launch before may write.
+// wait_for_launch_before() such a kernel reads nothing that the launch before may write, and writes nothing that it reads or writes.
+// No CTA ends without waiting: so the launch behind, which waits for this one, has waited for the one before too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,32 +24,35 @@ __device__ __forceinline__ void wait_for_volatile_reads() {
 #endif
 }
 
-// Lets the launch behind begin once all CTAs have come here or ended, if it may. For kernels that were not launched so themselves:
-// no more than two launches are under way.
+// Lets the launch behind begin, if it may, once all CTAs have come here or ended.
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Allows it for a launch. Code for GPUs before 9.0 does not wait, and must not be launched so.
+// Allows it for a launch, unless the user has said no. Code for GPUs before 9.0 does not wait, and must not be launched so.
 inline void allow_dependent_launch(cudaLaunchConfig_t& config, cudaLaunchAttribute* attributes) {
+  config.attrs = attributes;
+  if (!dependent_launches()) return;
   attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes;
 }
 
-// Whether code for 9.0 and later was loaded for a kernel on the current device, and such launches are wanted.
+// Whether code for 9.0 and later was loaded for a kernel on the current device.
 template <auto kKernel>
 bool may_launch_dependently() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];  // 0: not asked yet
   int device = 0;
-  if (!dependent_launches() || cudaGetDevice(&device) != cudaSuccess) return false;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
   int version = known[device % kDevices].load(std::memory_order_relaxed);
   if (version == 0) {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kKernel) != cudaSuccess) return false;
+    if (cudaFuncGetAttributes(&attributes, kKernel) != cudaSuccess) {
+      cudaGetLastError();  // the launch will say what is wrong
+      return false;
+    }
     version = attributes.ptxVersion;
     known[device % kDevices].store(version, std::memory_order_relaxed);
   }

@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/dependent_launch.cuh"
 #include "core/mma.cuh"
 #include "core/op.h"
 #include "lean_attention/lean_attention.h"
@@ -671,9 +672,7 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // first of a unit's contributors. The merge may be launched from now on: it waits for the end of all CTAs, so that nothing else has to.
 __device__ __forceinline__ void begin_cuts(const Args& args, int range) {
   args.cut_units[range] = {};
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_launch_begin();
 }
 __device__ __forceinline__ void note_cut(const Args& args, const Unit& unit, const Segment& segment, int range) {
   if (segment.index == 0) args.cut_units[range] = {unit.index, unit.head, unit.row_tile, segment.count};

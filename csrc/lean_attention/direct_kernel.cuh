@@ -120,7 +120,8 @@ struct alignas(16) DirectShared {
   bool absent[2][kRows];             // staged new tokens whose page is outside the pool
 };
 
-// 16 bytes that this launch does not write.
+// 16 bytes that this launch does not write. What the launch before may write is read after the wait for it: whole sectors, of which
+// none has been read before, so that L1 holds nothing older.
 __device__ __forceinline__ uint4 read_once(const char* from) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -300,6 +301,8 @@ struct DirectCta {
     const int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
+    // Page 0 is read in place of a missing one, and the launch before may append to it.
+    if (args.begins_early && missing_rows != 0) wait_for_volatile_reads();
     return {exists ? page : 0, token - index * args.block};
   }
 

@@ -275,7 +275,7 @@ bool prepares(const Args& args) {
          !args.rotary_interleaved && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
 }
 
-// Notes the pieces of packed tokens and appends, for kernels that then only read. Keys get their rotary embedding here where
+// Notes the pieces of packed tokens, unless they are lone, and appends, for kernels that then only read. Keys get their rotary embedding here where
 // the attention gives the queries theirs.
 int prepare_packed(Args& args, bool by_16_bytes, cudaStream_t stream) {
   int error;
@@ -718,8 +718,8 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
 int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  if (args.append || args.packed_tokens) {
-    args.lone_tokens = half && by_16_bytes && args.plan.directly && may_begin_early(args, device);
+  args.lone_tokens = half && by_16_bytes && args.plan.directly && may_begin_early(args, device);
+  if (args.append || (args.packed_tokens && !args.lone_tokens)) {
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;

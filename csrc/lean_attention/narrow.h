@@ -38,7 +38,7 @@ inline int narrow_rows(int64_t rows) {
 }
 
 // Writes the new keys, after their rotary embedding, and values to the caches, where these have scales quantised; notes the pieces
-// of packed tokens. Returns a cudaError_t.
+// of packed tokens, unless they are lone. Returns a cudaError_t.
 int launch_append_narrow(const Args& args, void* stream);
 
 // Whether a GPU has shared memory enough for launch_narrow.

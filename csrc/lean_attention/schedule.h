@@ -122,7 +122,8 @@ LEANFLEET_HD bool is_short(const Args& args, int32_t b) {
   return b < args.requests && query_offset(args, b + 1) - query_offset(args, b) <= args.short_tokens;
 }
 
-// Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens. args.pieces has to be filled then.
+// Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens. args.pieces has to be filled then,
+// unless they are lone tokens.
 LEANFLEET_HD void cut_into_pieces(Args& args, int32_t tokens) {
   args.tokens = tokens;
   args.batch = first_piece(args, args.requests + 1);

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from leanfleet.export import gated_delta_rule
+from support import key_decay_cases
 from support.delta_cases import GRAD, NAME, PLAIN, assert_near, long_keys, make, with_decays_of_keys, with_grads
 from support.kernels import Launches, run_kernel
 
@@ -219,6 +220,22 @@ def test_a_graph_replays_it():
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(inputs["initial_state"], expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="needs a GPU from 9.0 on")
+@pytest.mark.parametrize("packed", (None, [0, 1, 2, 3, 4, 5]))
+@pytest.mark.parametrize(
+    "name, decay, v_first", ((NAME, "token", 0), (NAME, "token", 1), (NAME, "key", 0), ("CausalLinearDecay", "head", 0))
+)
+def test_steps_behind_kernels_that_write_late(name, decay, v_first, packed):
+    """They are launched before what is before them has ended, and ask for their states then."""
+    from support.late_writer import check_behind_late_writes
+
+    facts = dict(b=5, d=64, dv=64, dtype="float16", packed=packed, pool=True, v_first=v_first)
+    n, make_one = (1 if packed is None else 5), make if name == NAME else key_decay_cases.make
+    cases = [make_one(n, decay=decay, seed=seed, **facts) for seed in range(3)]
+    attrs = {"return_state": 1, "state_v_first": v_first} | ({"normalize_qk": 1} if name == NAME else {})
+    check_behind_late_writes(name, cases, attrs)
 
 
 def test_keys_that_are_too_wide():

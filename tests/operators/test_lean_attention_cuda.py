@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
-from support import kernels, non_finite
+from support import non_finite
 from support.attention_cases import (
     BLOCK,
     DTYPES,
@@ -362,54 +362,42 @@ def test_no_more_packed_tokens_than_requests(seed):
         check(inputs, attrs, in_place=bool(attrs["append"]) and source.random() < 0.5, shift=source.choice((0, 0, 0, 1)))
 
 
+def calls_of_one_token(lens, quant, D, packed_tokens):
+    """[inputs] and attributes of three calls of equal shapes, of 12 requests."""
+    source = random.Random(3)
+    facts = dict(variant="paged", dtype=HALF[0], H=8, Hkv=2, D=D, Dv=D, append=True, rotary=D // 2, positions=lens)
+    facts |= dict(query_lens=[1] * 12, Nq=1) | ({"quant": quant} if quant else {})
+    cases = []
+    for _ in range(3):
+        each = [source.randint(1, lens) for _ in range(11)] + [lens]
+        case = make_case(source.randrange(2**20), lens=each, **facts)
+        cases.append(one_after_another(*case) if packed_tokens else case)
+    return [inputs for inputs, _ in cases], cases[0][1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="needs a GPU from 9.0 on")
 @pytest.mark.parametrize("packed_tokens", (False, True))
 @pytest.mark.parametrize("D, lens", ((128, 4096), (64, 900), (64, 90)))
 @pytest.mark.parametrize("quant", (None, ("token int8", "token int8")), ids=str)
-def test_launches_that_begin_while_the_one_before_ends(quant, D, lens, packed_tokens):
-    """In a graph, behind a kernel that lets the call begin and then writes one of the tensors that the call reads."""
-    from support.late_writer import write_late
+def test_calls_behind_kernels_that_write_late(quant, D, lens, packed_tokens):
+    """Attention begins while the append runs, and the append waits for what came before it."""
+    from support.late_writer import check_behind_late_writes
 
-    source = random.Random(3)
-    facts = dict(variant="paged", dtype=HALF[0], H=8, Hkv=2, D=D, Dv=D, append=True, rotary=D // 2, positions=lens)
-    if quant is not None:
-        facts["quant"] = quant
-    cases = []
-    for _ in range(3):
-        case = make_case(
-            source.randrange(2**20),
-            lens=[source.randint(1, lens) for _ in range(11)] + [lens],
-            query_lens=[1] * 12,
-            Nq=1,
-            **facts,
-        )
-        cases.append(one_after_another(*case) if packed_tokens else case)
-    attrs, given = cases[0][1], [to_cuda(inputs) for inputs, _ in cases]
-    held = {n: t if t is None else t.clone() for n, t in given[0].items()}
-    launches = kernels.Launches("LeanAttention", held, attrs, in_place=True)
-    right = []
-    for inputs in given:
-        own = {n: t if t is None else t.clone() for n, t in inputs.items()}
-        alone = kernels.Launches("LeanAttention", own, attrs, in_place=True)
-        alone.run()
-        torch.cuda.synchronize()
-        right.append(alone.outputs)
-    for late in (n for n, t in held.items() if t is not None and n not in ("cos_cache", "sin_cache")):
-        write_late(held[late], given[0][late])  # compiled
-        kept, graph = [], torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for inputs in given:
-                for name, t in inputs.items():
-                    if t is not None and name != late:
-                        held[name].copy_(t)
-                write_late(held[late], inputs[late])
-                launches.run()
-                kept.append({n: t.clone() for n, t in launches.outputs.items()})
-        for _ in range(3):
-            graph.replay()
-            torch.cuda.synchronize()
-            for turn, outputs in enumerate(kept):
-                for name, t in outputs.items():
-                    assert same_bits(t.cpu(), right[turn][name].cpu()), (late, turn, name)
+    cases, attrs = calls_of_one_token(lens, quant, D, packed_tokens)
+    check_behind_late_writes("LeanAttention", cases, attrs, constant=("cos_cache", "sin_cache"))
+
+
+def test_missing_pages_beside_appended_ones():
+    """Page 0 is read in place of a missing one, while another request's new token goes into it."""
+    inputs, attrs = make_case(
+        5, "paged", HALF[0], lens=[700, 200], query_lens=[1, 1], Nq=1, H=8, Hkv=2, D=128, Dv=128, append=True, rotary=64
+    )
+    table, last = inputs["block_table"], (200 - 1) // inputs["key_cache"].shape[1]
+    table[table == 0] = table[1, last].item()  # whoever had page 0
+    table[1, last], table[0, 1] = 0, -1
+    inputs, attrs = one_after_another(inputs, attrs)
+    for in_place in (False, True):
+        check(inputs, attrs, in_place=in_place)
 
 
 @pytest.mark.parametrize("seed", range(12))
