@@ -13,8 +13,8 @@ constexpr int kSlab = 16;          // value columns of a step of the last kernel
 constexpr int kGradThreads = 256;  // of the last kernel
 constexpr int kSlabs = 3;          // of it under way
 
-// Of a chunk, a value head and a slice: S^T or dS^T, rows are value columns. inverse: what undoes the scale of 16 rows of 64
-// columns.
+// Of a chunk, a value head and a slice: S^T before the chunk or dS^T behind it, rows are value columns. With decays of key
+// dimensions the decay of the chunk's first token is in S already. inverse: what undoes the scale of 16 rows of 64 columns.
 template <int kD>
 struct alignas(128) KeptState {
   unsigned char planes[2][kSlice * kD * 2];
@@ -29,7 +29,8 @@ struct alignas(128) KeptUpdate {
 struct Window {
   GradArgs args;
   GradParts parts;
-  void *systems, *scores;       // records [slot][value head] and [slot][head of the output], of each kind of decays its own
+  void *systems, *scores;       // [slot][value head] and [slot][head of the output], of GradSystem and GradScores or, with
+                                // decays of key dimensions, of KeyGradSystem and KeyGradScores
   void *states, *grads;         // [slot][value head][slice] of KeptState: before chunks, behind them
   KeptUpdate *updates, *rules;  // the same: U, Y
   float *borders, *carried;     // states before windows [window][request, or 0 with offsets][value head][slice]; of gradients
@@ -39,6 +40,7 @@ struct Window {
   bool keeps, vectors;  // vectors: rows are whole ones of 16 bytes
 };
 
+// `fetch`, or element by element where rows are no whole vectors; commits nothing.
 template <class T, int kWidth, int kOf = kThreads>
 __device__ __forceinline__ void take_rows(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width,
                                           bool vectors) {
@@ -180,8 +182,8 @@ __device__ __forceinline__ void move_border(float (&x)[kTiles][4], float* border
       else x[n][e] = at;
     }
 }
-// c = S^T X^T for the tile of X, or its two planes that are kLow bytes apart, where the state is of a pass's columns, and those
-// into both planes of a record.
+// c = S^T X^T for the tile of X, or its two planes that are kLow bytes apart, where the state is of a pass's columns. The left
+// sides that the state is go into both planes of a record.
 template <int kLow, class T, int kD>
 __device__ __forceinline__ void multiply_and_keep(const State<T, 64>& state, uint32_t rows, KeptState<kD>& to,
                                                   const Pass<kD>& pass, uint32_t room, float (&c)[2 * kBlocks][4]) {

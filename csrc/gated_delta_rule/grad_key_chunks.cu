@@ -2,7 +2,7 @@
 // four kernels of grad_chunks.cu. Keys and queries come with decays multiplied into them, as sums of two 16-bit numbers, and no
 // decay is ever divided by, see key_blocks.cuh: any decays go this way.
 //   KeyPrepareKernel    of all chunks at once: the system, P, keys and queries with decays
-//   KeyForwardsKernel   takes states from chunk to chunk: keeps S before each, and U
+//   KeyForwardsKernel   takes states from chunk to chunk: keeps S before each, its first token's decay in it, and U
 //   KeyBackwardsKernel  takes gradients of states from the last chunk to the first: keeps dS behind each, Y; gives grad_value
 //   KeyChunksKernel     of all chunks at once, what S, dS, U and Y hand on to queries, keys, betas and decays
 // The decay of a chunk's first token is multiplied into the state before the chunk, and into its gradient, in float32; that of
@@ -50,6 +50,7 @@ struct KeyPrepareLayout {
   static constexpr int kQueries = kRows, kKeysFirst = 2 * kRows, kQueriesFirst = 4 * kRows, kLast = 6 * kRows;
   static constexpr int kDecays = 8 * kRows, kSystem = 10 * kRows, kScores = kSystem + 2 * kSquareBytes;
   static constexpr int kShared = kScores + 2 * kSquareBytes;
+  static_assert(kChunk * kD * 4 <= kSystem - kDecays);
 };
 template <int kD>
 struct KeyPrepareShared {
@@ -408,23 +409,25 @@ struct KeyChunksLayout {
   static constexpr int kSquares = kFirstSlab, kDiagonal = kSquares + 4 * kSquareBytes;
   static constexpr int kShared = kFirstSlab + kSlabs * SlabLayout<kD>::kSlabBytes;
   static_assert(kDiagonal + kBlocks * kBlock * kBlock * 8 <= kShared);
+  static_assert(3 * kChunk * kD * 4 <= kFirstSlab - kSums);
 };
 template <int kD>
 struct KeyChunksShared {
-  float beta[kChunk], key[kChunk], query[kChunk];  // factors of rows; those of queries with scale
+  float beta[kChunk], key[kChunk], query[kChunk];  // factors of rows
   float totals[kBlocks][kD];                       // decays of blocks, of the first one but for its first token
   float firsts[kBlocks][kD];                       // decays of blocks' first tokens
   float whole[kBlocks][kD];                        // S . dS, of every fourth slab
-  float states[kBlocks][kD], rows[kBlocks][kD], later[kBlocks][kD];  // see KeyChunkGrads
+  float states[kBlocks][kD], rows[kBefore][kD];    // see KeyChunkGrads
   float values[kChunk], grad_beta[kD / 32][kChunk];
   float inverse[2][kBlocks][kBlocks];  // of blocks of squares
 };
 
 // A CTA's part of KeyChunksKernel. What tokens hand on to each other and to states runs through the decays of all tokens
 // between: the gradient of a token's is the sum of all that runs through it, of products of rows or keys with their own
-// gradients. Of a block `rows` is what comes to its rows from the state and from blocks before it, `later` what goes from its
-// keys to blocks behind it, `states` what goes to the state behind: what runs through a whole block is a sum of these over
-// blocks. No token's product with itself is in them, so that what cancels there is as small as decays make it.
+// gradients. What runs through a whole block comes from the state or from keys of blocks before it, and goes to rows of blocks
+// behind it or to the state behind. Of a block `states` is what its keys hand on to the state behind; of a row's block and one
+// before it `rows` is what comes to its rows through all of the other, from the state and from blocks before that. Each such
+// sum has the decay of the block it runs through as a factor, and nothing is subtracted: where that is 0, so are the sums.
 template <class T, int kD>
 struct KeyChunkGrads : SlabProducts<T, kD, true> {
   using Base = SlabProducts<T, kD, true>;
@@ -446,6 +449,8 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
 
   __device__ __forceinline__ uint32_t base() const { return shared_address(shared); }
   __device__ __forceinline__ int dimension(int n) const { return kD / 2 * half + 8 * n + fragment_column(lane, 0); }
+  // The number of a block below the diagonal, as Below has it.
+  static __device__ __forceinline__ int below(int row_block, int other) { return row_block * (row_block - 1) / 2 + other; }
 
   __device__ __forceinline__ void take_chunk() const {
     const Args& args = window.args.in;
@@ -461,11 +466,11 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     if (tid < kChunk) {
       const KeyGradSystem<kD>& system = system_at<kD>(window, slot, head);
       s.beta[tid] = system.beta[tid], s.key[tid] = system.key[tid];
-      s.query[tid] = args.scale * scores_at<kD>(window, slot, out_head).query[tid];
+      s.query[tid] = scores_at<kD>(window, slot, out_head).query[tid];
     }
   }
 
-  // Planes of keys and queries with decays.
+  // Planes of keys and queries with decays, without scale, which could take numbers out of float16's range.
   __device__ __forceinline__ void make_rows() const {
     if (threadIdx.x >= 2 * kD) return;
     KeyColumns<kD> c;
@@ -544,17 +549,16 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     add_products_with(L::kLast, x, sums);
     put_sums(sums, to);
   }
-  // Where rows read states, the decay of the chunk's first token is in these.
-  __device__ __forceinline__ void sum_rows() const {
+  // Of rows behind block `other`, before what they get from it and from blocks behind it is added.
+  __device__ __forceinline__ void sum_rows(int other) const {
     float2 sums[kTiles] = {};
     add_products_with(L::kQueriesFirst, query, sums);
-    if (with_keys) add_products_with(L::kKeysFirst, rule, sums);
-    if (block > 0) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-        sums[n] = times(sums[n], *reinterpret_cast<const float2*>(&s.firsts[block][dimension(n)]));
-    }
-    put_sums(sums, s.rows[block]);
+    for (int n = 0; n < kTiles; ++n) sums[n] = times(window.args.in.scale, sums[n]);
+    if (with_keys) add_products_with(L::kKeysFirst, rule, sums);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) sums[n] = times(sums[n], *reinterpret_cast<const float2*>(&s.firsts[block][dimension(n)]));
+    put_sums(sums, s.rows[below(block, other)]);
   }
 
   // dO U^T and Y U^T: planes, of which what is below the blocks on the diagonal is read, and these blocks as pairs of floats.
@@ -574,7 +578,8 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     }
   }
 
-  // x += a block of a square, or with kTurned its transpose, times the rows of a tile, times the decay of whole blocks between.
+  // x += a block of a square, or with kTurned its transpose, times the rows of a tile, times the decay of whole blocks between;
+  // queries, those of square 0 with kTurned, also times scale.
   template <bool kTurned>
   __device__ __forceinline__ void add_block(int square, int other, int tile, float (&x)[kTiles][4]) const {
     const uint32_t high = base() + L::kSquares + 2 * square * kSquareBytes;
@@ -597,6 +602,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
         add_product<T>(sum, a, b, n % 2, inverse);
         float2 by = whole_blocks(s.totals, (kTurned ? block : other) + 1, kTurned ? other : block, dimension(n));
         if (kTurned) by = times(by, *reinterpret_cast<const float2*>(&s.firsts[other][dimension(n)]));
+        if (kTurned && square == 0) by = times(window.args.in.scale, by);
 #pragma unroll
         for (int e = 0; e < 4; e += 2) x[n][e] += by.x * sum[e], x[n][e + 1] += by.y * sum[e + 1];
       }
@@ -605,22 +611,15 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
   __device__ __forceinline__ void add_blocks() {
 #pragma unroll 1
     for (int other = 0; other < block; ++other) {
+      sum_rows(other);
       add_block<false>(0, other, L::kLast, query);
       if (with_keys) add_block<false>(1, other, L::kLast, rule);
     }
-    sum_rows();
-    float later[kTiles][4];
-    this->clear(later);
 #pragma unroll 1
     for (int other = block + 1; other < kBlocks; ++other) {
-      add_block<true>(0, other, L::kQueriesFirst, later);
-      if (with_keys) add_block<true>(1, other, L::kKeysFirst, later);
+      add_block<true>(0, other, L::kQueriesFirst, key);
+      if (with_keys) add_block<true>(1, other, L::kKeysFirst, key);
     }
-    sum_keys(later, s.later[block]);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) key[n][e] += later[n][e];
   }
 
   // Tiles of floats: rows of kD, whose groups of eight stand where the row's number takes them, so that eight rows of a
@@ -659,7 +658,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       if (t > 0) by *= c.decay[i];
       c.key[i] = s.key[t] * unpack_one(T{}, load_2_bytes(base() + element_offset(t, d)));
       c.of_beta[i] = s.beta[t] * c.key[i];
-      c.query[i] = s.query[t] * unpack_one(T{}, load_2_bytes(base() + L::kQueries + element_offset(t, d)));
+      c.query[i] = args.scale * (s.query[t] * unpack_one(T{}, load_2_bytes(base() + L::kQueries + element_offset(t, d))));
       c.grad_query[i] = by * *sum_at(0, t, d);
       c.grad_rule[i] = by * *sum_at(1, t, d);
     }
@@ -674,7 +673,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
     return c.query[i] * c.grad_query[i] - c.of_beta[i] * c.grad_rule[i];
   }
 
-  // What runs through all of a block, of all that comes to rows behind it less what comes from keys that are not before it.
+  // What runs through all of a block.
   __device__ __forceinline__ float through_block(int its_block, int d) const {
     float kept = 1.0f, states = 0.0f, whole_state = 0.0f, rows = 0.0f;
 #pragma unroll
@@ -682,8 +681,7 @@ struct KeyChunkGrads : SlabProducts<T, kD, true> {
       kept *= s.totals[i][d];
       if (with_keys) whole_state += s.whole[i][d];
       if (i < its_block) states += s.states[i][d];
-      if (i > its_block) rows += s.rows[i][d];
-      if (i >= its_block) rows -= s.later[i][d];
+      if (i > its_block) rows += s.rows[below(i, its_block)][d];
     }
     return kept * whole_state + states + rows;
   }

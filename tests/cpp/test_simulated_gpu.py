@@ -515,6 +515,7 @@ def check_delta_rule_grad(folder, inputs, attrs=(), factor=delta_cases.PLAIN, **
     inputs, attrs = delta_cases.with_grads(inputs, {"normalize_qk": 1, **dict(attrs)})
     found = run_simulated(folder, delta_cases.GRAD, inputs, attrs, **options)
     delta_cases.assert_near(found, inputs, attrs, factor)
+    return found
 
 
 @pytest.mark.slow
@@ -560,6 +561,29 @@ def test_gated_delta_rule_grad_in_chunks_of_unusual_key_decays(delta_rule, dtype
     inputs["log_decay"] = torch.zeros(1, 1, 130, 64)
     inputs["log_decay"][:, :, 24::40] = -60.0
     check_delta_rule_grad(delta_rule, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_grad_of_tokens_that_forget_all(delta_rule, dtype):
+    """Between tokens that forget little, one in each block of 16 in turn: the gradient of its decays is 0, not nearly."""
+    for token, heads in ((0, (1, 1, 1)), (5, (2, 1, 1)), (16, (1, 1, 1)), (24, (2, 1, 1)), (47, (1, 1, 1)), (63, (1, 1, 1))):
+        inputs = delta_cases.make(100, b=1, heads=heads, d=64, dv=40, dtype=dtype, decay=-0.01, state=True)
+        inputs = delta_cases.with_decays_of_keys(inputs)
+        inputs["log_decay"][:, :, token] = float("-inf")
+        found = check_delta_rule_grad(delta_rule, inputs)
+        assert found["grad_log_decay"][:, :, token].eq(0).all(), token
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", (1e-4, 1e5))
+def test_gated_delta_rule_grad_in_chunks_of_unusual_scale(delta_rule, scale):
+    """Queries times scale would leave float16's range."""
+    inputs = delta_cases.make(100, b=1, heads=(1, 1, 1), d=64, dv=40, dtype="float16", decay="key", state=True)
+    inputs, attrs = delta_cases.with_grads(inputs, {"normalize_qk": 1, "scale": scale})
+    inputs["grad_output"] = inputs["grad_output"] * min(1e3, 1 / scale)
+    found = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs)
+    delta_cases.assert_near(found, inputs, attrs)
 
 
 @pytest.mark.slow
