@@ -576,7 +576,7 @@ def test_gated_delta_rule_grad_of_tokens_that_forget_all(delta_rule, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", (1e-4, 1e5))
+@pytest.mark.parametrize("scale", (1e-4, 4e5))
 def test_gated_delta_rule_grad_in_chunks_of_unusual_scale(delta_rule, scale):
     """Queries times scale would leave float16's range."""
     inputs = delta_cases.make(100, b=1, heads=(1, 1, 1), d=64, dv=40, dtype="float16", decay="key", state=True)
