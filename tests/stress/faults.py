@@ -96,7 +96,7 @@ CUDA_FAULTS = [
     ("the tile's request is looked for from the first on", "causal_conv/kernel.cu", "while (q + 1 < args.requests && offset(args, q + 1) <= row) ++q;", "if (q + 1 < args.requests && offset(args, q + 1) < row) ++q;", "CausalConv", []),
     ("the last rows of padding are left unwritten", "causal_conv/kernel.cu", "for (; row < end; ++row)", "for (; row + 1 < end; ++row)", "CausalConv", []),
     ("partial outputs are added up before they are there", "causal_linear_decay/decode.cu", "    __syncthreads();\n    for (int i = threadIdx.x; i < group * tokens", "    for (int i = threadIdx.x; i < group * tokens", "CausalLinearDecay", []),
-    ("the state of a pool's row of another request is read", "causal_linear_decay/decode.cu", "const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;\n  const int column = static", "const int64_t row = request;\n  const int column = static", "CausalLinearDecay", []),
+    ("the state of a pool's row of another request is read", "causal_linear_decay/decode.cu", "const int64_t row = named(), at", "const int64_t row = request, at", "CausalLinearDecay", []),
     ("rows beyond a key's width count for its length", "normalized_linear_attention/step.cu", "x[i] = i * 32 + lane < D ? static", "x[i] = i * 32 + lane < (D + 31) / 32 * 32 ? static", "NormalizedLinearAttention", []),
     ("queries are read before they are there", "normalized_linear_attention/step.cu", "  __syncthreads();\n  const float count", "  const float count", "NormalizedLinearAttention", RACE),
     ("sums of weights lose their carries", "sample_tokens/kernel.cu", "if (before + weight < before) atomicAdd(high + at, 1u);", "", "SampleTokens", []),
