@@ -147,8 +147,7 @@ struct Args {
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;  // [B+1] work before each request, see schedule.h
-  Request*
-      pieces;  // [batch] of packed tokens that are not lone; before them, with short_tokens, [requests] those of the first launch
+  Request* pieces;  // [batch] of packed tokens, unless lone; before them, with short_tokens, [requests] of the first launch
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
@@ -183,8 +182,8 @@ Plan cuda_plan(const Args& args, int sm_count, const ForcedPlan& forced);
 int launch_rotate(Args& args, void* stream);
 
 // Packed tokens of 16 bits, with rotary embedding in halves of a multiple of 8 columns and rows that begin at multiples of 16
-// bytes: notes the pieces, unless they are lone, appends, and with `queries` writes their rotary embeddings to the scratch for them. Returns a
-// cudaError_t.
+// bytes: notes the pieces, unless they are lone, appends, and with `queries` writes their rotary embeddings to the scratch for
+// them. Returns a cudaError_t.
 int launch_prepare(const Args& args, bool queries, void* stream);
 
 // With plan.merge_apart, after the kernel: merges the units that its CTAs have cut. scales_far: its maxima beyond 2^27 are as

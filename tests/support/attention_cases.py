@@ -237,9 +237,15 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
         sinks=source.random() < 0.3,
         rotary=source.choice((0, D // 2, D // 4)),
     )
+    return drawn_case(source, facts, together, quant, (0, 0, 1, 5, 150))
+
+
+def drawn_case(source, facts, together, quant, spares):
+    """The case of these facts with its tokens one after the other, and with `together` as one tensor. spares: how many rows
+    may stand behind them."""
     if quant:
         facts["quant"] = source.choice(quant)
-    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 1, 5, 150)))
+    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice(spares))
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
@@ -247,7 +253,7 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
 def draw_lone_tokens(
     source, widths, most_keys=900, dtypes=DTYPES[1:], quant=(), groups=((1, 1), (2, 3), (1, 8), (2, 16), (2, 7))
 ):
-    """The same of no more tokens than requests: mostly one each, but some have up to 40 and others none."""
+    """The same of no more tokens than requests: mostly one each, but some have up to 45 and others none."""
     Hkv, group = source.choice(groups)
     together = source.random() < 0.4
     D = source.choice(widths)
@@ -280,12 +286,7 @@ def draw_lone_tokens(
         sinks=source.random() < 0.3,
         rotary=source.choice((0, D // 2, D // 4)),
     )
-    if quant:
-        facts["quant"] = source.choice(quant)
-    spare = source.choice((0, 0, B - sum(counts)))
-    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=spare)
-    inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
-    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
+    return drawn_case(source, facts, together, quant, (0, 0, B - sum(counts)))
 
 
 def draw_packed_prompts(source, widths=(64, 64, 128, 128, 192, 256)):
