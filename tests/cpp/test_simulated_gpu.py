@@ -957,7 +957,9 @@ def test_attention_of_lone_tokens(lean_attention, seed):
         print(words)
         before = count()
         found = run({n: t if t is None else t.clone() for n, t in inputs.items()}, attrs)
-        assert count() > before or inputs["cu_query_lens"][-1] == 0, "another kernel ran"
+        if inputs["cu_query_lens"][-1] == 0:  # nothing to multiply or to compare
+            continue
+        assert count() > before, "another kernel ran"
         assert_attention(found, inputs, attrs, words)
 
 
