@@ -83,13 +83,16 @@ def save(model, path):
 
 def untouched(config, dtype):
     """A model of a configuration whose large weights are memory that nobody has written yet, and so takes none."""
+    from unittest import mock
+
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    for layer in (torch.nn.Linear, torch.nn.Embedding):
-        layer.reset_parameters = lambda self: None
-    PreTrainedModel.init_weights = lambda self: self.tie_weights()
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    with contextlib.ExitStack() as patches:
+        for layer in (torch.nn.Linear, torch.nn.Embedding):
+            patches.enter_context(mock.patch.object(layer, "reset_parameters", lambda self: None))
+        patches.enter_context(mock.patch.object(PreTrainedModel, "init_weights", lambda self: self.tie_weights()))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     for layer in (m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))):
         if layer.weight.nbytes < LARGE:
             torch.nn.init.normal_(layer.weight, std=0.02)

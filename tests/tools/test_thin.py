@@ -7,6 +7,7 @@ import json
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from leanfleet import ranks
 from leanfleet.ort_ops.serving import ContinuousBatch
@@ -34,8 +35,7 @@ engine.close()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two layers of SmolLM2's shape, whose 9 heads over 3 do not divide by two ranks, exported by a process of its own, which
-    changes classes of PyTorch."""
+    """Two layers of SmolLM2's shape, whose 9 heads over 3 do not divide by two ranks, exported by a process of its own."""
     made = tmp_path_factory.mktemp("thin")
     BENCH.in_process("export", "smollm2", made / "serving", 2, "float32", 2, 512, "heads", 1)
     return made
@@ -71,6 +71,8 @@ def test_weights_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setitem(SERVING.SHAPES, "tiny", SIZES)
     sizes = dict(shape="tiny", layers=None, dtype="float32", gpus=1, narrow_states=False, cache=None)
     SERVING.export_thin(argparse.Namespace(folder=tmp_path, **sizes))
+    torch.manual_seed(0)
+    assert 0.2 < torch.nn.Linear(8, 64).weight.abs().max() < 0.36, "layers made later have weights as PyTorch draws them"
     folder = tmp_path / "serving"
     assert not (folder / THIN.WEIGHTS).exists()
     assert json.loads((folder.parent / "bench.json").read_text())["parameters"] > 1_000_000
