@@ -2,7 +2,8 @@
 
 CMake puts this before every compiler call (RULE_LAUNCH_COMPILE). LOG has a JSON object a line: {"object", "language",
 "cpu_seconds", "wall_seconds", "yardstick"}; of several lines of an object the last counts. "yardstick" is the CPU seconds of
-a fixed piece of work right after the file: a machine that others use too needs more for both.
+a fixed piece of work right after the file: a machine that others use too needs more for both. "serialised": the compiler's
+lines about kernels in which each wgmma waits for the one before, for want of registers.
 
     python time_compile.py --report LOG [LANGUAGE]    prints the sum and the five longest
 """
@@ -34,13 +35,15 @@ def quiet_seconds(line):
 def compile_timed(log, language, target, command):
     """Runs the command, appends to the log what it took, and returns its exit code."""
     start = time.perf_counter()
-    code = subprocess.call(command)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    print(found.stdout, end="", flush=True)
+    code, usage = found.returncode, resource.getrusage(resource.RUSAGE_CHILDREN)
     line = {
         "object": target,
         "language": language,
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "wall_seconds": round(time.perf_counter() - start, 2),
+        "serialised": [text for text in found.stdout.splitlines() if "wgmma.mma_async instructions are serialized" in text],
     }
     if code == 0:
         line["yardstick"] = round(yardstick(), 4) if language == "CUDA" else YARDSTICK

@@ -919,15 +919,15 @@ def _delta_unit_rows_grad(ops, x, unit, grad):
 # CausalConv
 
 
-def _columns(ops, x, a, count):
-    """With columns, so many of x from first_column on."""
-    return ops.Slice(x, [a.first_column], ops.Add(count, a.first_column), [-1]) if a.columns else x
+def _columns(ops, x, columns, first, count):
+    """With columns, so many of x from `first` on."""
+    return ops.Slice(x, [first], ops.Add(count, first), [-1]) if columns else x
 
 
 def _causal_conv(ops, x, a, ranks):
     """Gathers the K + 1 tokens that a token's sum is of, from the state and the tokens behind it."""
     tokens, channels = ops.size(x.input, 1), ops.size(x.weight, 1)
-    given, weight = ops.float(_columns(ops, x.input, a, channels)), ops.float(x.weight)
+    given, weight = ops.float(_columns(ops, x.input, a.columns, a.first_column, channels)), ops.float(x.weight)
     past = ops.Sub(ops.size(weight, 0), 1)
     index = None
     if x.cu_seqlens is not None:  # requests as rows of a batch
@@ -1252,7 +1252,7 @@ def _silu(ops, x):
 
 def _gated_activation(ops, x, a, ranks):
     if x.up is not None:
-        pair = _columns(ops, x.gate_up, a, ops.size(x.up, 2)), x.up
+        pair = _columns(ops, x.gate_up, a.columns, a.first_column, ops.size(x.up, 2)), x.up
     else:
         pair = (ops.Gather(x.gate_up, i, axis=2) for i in (0, 1))
     gate, up = map(ops.float, pair)
@@ -1309,7 +1309,8 @@ def _block_linear(ops, x, a, ranks):
 
 
 def _decay_gates(ops, x, a, ranks):
-    raw = ops.float(x.input)
+    heads = ops.size(x.rate, 0)
+    raw = ops.float(_columns(ops, x.input, a.columns and not a.per_key, a.first_column, heads))
     if x.bias is not None:
         raw = ops.Add(raw, x.bias)
     step = ops.Softplus(raw)
@@ -1319,7 +1320,9 @@ def _decay_gates(ops, x, a, ranks):
     log_decay = ops.Where(ops.LessOrEqual(log_decay, 0.0), log_decay, ops.Where(ops.IsNaN(log_decay), -math.inf, 0.0))
     results = [log_decay] + [ops.Identity(step)] * a.return_step
     if a.return_beta:
-        results.append(ops.Mul(ops.Sigmoid(ops.float(x.beta_input)), a.beta_scale))
+        beta_input = _columns(ops, x.beta_input, a.columns, a.first_beta_column, heads)
+        # ONNX Runtime's Sigmoid is 0 from -18 or so on.
+        results.append(ops.Div(a.beta_scale, ops.Add(1.0, ops.Exp(ops.Neg(ops.float(beta_input))))))
     if x.query_lens is None:
         return results
     inside = ops.Less(ops.range(ops.size(raw, 1)), ops.Unsqueeze(ops.int64(x.query_lens), [1]))

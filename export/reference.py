@@ -1227,12 +1227,12 @@ def _delta_backward(query, key, value, log_decay, beta, do, state, ds):
     return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
 
 
-def _columns(op, name, tensor, first, count):
-    """So many columns of a tensor from `first` on."""
+def _columns(op, name, tensor, first, count, attribute="first_column"):
+    """So many columns of a tensor from `first` on, which an attribute says."""
     width = tensor.shape[-1]
     _check(
         first + count <= width,
-        f"{op}: columns is 1, first_column is {first}, and {name} has {width} columns; expected {count} from first_column on",
+        f"{op}: columns is 1, {attribute} is {first}, and {name} has {width} columns; expected {count} from {attribute} on",
     )
     return tensor[..., first : first + count]
 
@@ -1872,6 +1872,9 @@ def decay_gates(
     beta_scale: float = 1.0,
     return_step: int = 0,
     return_beta: int = 0,
+    columns: int = 0,
+    first_column: int = 0,
+    first_beta_column: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The gates of a recurrent layer: (log_decay F [B,N,H] or [B,N,H,D],), with return_step its steps F of that shape, with
@@ -1879,9 +1882,10 @@ def decay_gates(
 
     input T [B,N,H], with per_key [B,N,H,D], rate F [H], bias F [H] or [H,D], beta_input T [B,N,H], query_lens I [B]: step is
     softplus(input + bias), held between step_min and step_max (0: no bound), log_decay is rate * step, held at 0 or less and
-    -inf for NaN, beta is beta_scale * sigmoid(beta_input). Tokens at query_lens or later have 0. Computed in float32, in
-    float64 for float64 inputs. Source: Dao & Gu, "Transformers are SSMs" (2024), section 7; Yang et al., "Gated Delta Networks"
-    (2024), section 3.4. Raises ValueError for other shapes or bounds below 0.
+    -inf for NaN, beta is beta_scale * sigmoid(beta_input). With columns the input, without per_key, is H columns of a wider
+    one, from first_column on, and beta_input those from first_beta_column on. Tokens at query_lens or later have 0. Computed
+    in float32, in float64 for float64 inputs. Source: Dao & Gu, "Transformers are SSMs" (2024), section 7; Yang et al.,
+    "Gated Delta Networks" (2024), section 3.4. Raises ValueError for other shapes or bounds below 0.
 
     Example:
         import torch
@@ -1891,6 +1895,14 @@ def decay_gates(
         print(bool((log_decay == -step).all()))  # True
     """
     match, _, compute, float_out = _begin("DecayGates", "bhnd", input, compute_dtype)
+    _check(not first_column or not per_key, "DecayGates: first_column and per_key exclude each other")
+    _check(columns or not (first_column or first_beta_column), "DecayGates: first_column and first_beta_column need columns")
+    _check(not first_beta_column or beta_input is not None, "DecayGates: first_beta_column needs beta_input")
+    _check(rate.dim() == 1, f"DecayGates: rate has {rate.dim()} axes; expected 1")
+    if columns and not per_key:
+        input = _columns("DecayGates", "input", input, first_column, len(rate))
+    if columns and beta_input is not None:
+        beta_input = _columns("DecayGates", "beta_input", beta_input, first_beta_column, len(rate), "first_beta_column")
     axes = "B N H D" if per_key else "B N H"
     match("input", input, "T", axes)
     match("rate", rate, "F", "H")

@@ -488,18 +488,18 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace decay_gates {
 enum Input { kInput, kRate, kBias, kBetaInput, kQueryLens };
 enum Output { kOutLogDecay, kOutStep, kOutBeta };
-enum Attr { kAttrPerKey, kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta };
-enum Dim { kDimB, kDimN, kDimH, kDimD };
+enum Attr { kAttrPerKey, kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta, kAttrColumns, kAttrFirstColumn, kAttrFirstBetaColumn };
+enum Dim { kDimB, kDimN, kDimH, kDimD, kDimW, kDimU };
 inline constexpr TensorSpec kInputs[] = {
-    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kAttr, 0}, {RefKind::kAttr, 6}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 6}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {4, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"rate", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
     {"bias", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 0}}, 2, -1, {{2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 1, -1, {{2, 0, -1, 0}}}}},
-    {"beta_input", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"beta_input", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 6}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"log_decay", TypeVar::kF, false, 0, -1, -1, 0, {}, 0, {}},
-    {"step", TypeVar::kF, false, 0, -1, -1, 1, {4}, 0, {}},
+    {"log_decay", TypeVar::kF, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"step", TypeVar::kF, false, -1, -1, -1, 1, {4}, 2, {{1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"beta", TypeVar::kF, false, -1, -1, -1, 1, {5}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
@@ -509,12 +509,19 @@ inline constexpr AttrSpec kAttrs[] = {
     {"beta_scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"return_step", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"return_beta", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"columns", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_column", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"first_beta_column", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 5}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kAttr, 0}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kAttr, 6}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kAttr, 6}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kInput, 3}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "N", "H", "D"};
-inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 6, 1, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr const char* kSymbols[] = {"B", "N", "H", "D", "W", "U"};
+inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 9, 5, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace decay_gates
 

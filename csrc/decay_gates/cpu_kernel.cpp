@@ -53,7 +53,7 @@ void gate_row(const Args& args, int64_t row) {
     zero(log_decay, width), zero(step, width), zero(beta, args.heads);
     return;
   }
-  const T* const input = static_cast<const T*>(args.input) + at;
+  const T* const input = static_cast<const T*>(args.input) + row * args.input_pitch;
   if (args.width == 1) {
     gate_columns(args, input, {args.rate, args.bias, false, log_decay, step}, args.heads);
   } else {
@@ -65,7 +65,7 @@ void gate_row(const Args& args, int64_t row) {
     }
   }
   for (int64_t i = 0; i < args.heads && beta != nullptr; i += kLanes) {
-    const Vec x = load_part(static_cast<const T*>(args.beta_input) + beta_at + i, args.heads - i);
+    const Vec x = load_part(static_cast<const T*>(args.beta_input) + row * args.beta_pitch + i, args.heads - i);
     store_part(beta + i, args.beta_scale * sigmoid(x), args.heads - i);
   }
 }

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ A
     const Index row = i / of_row, column = i - row * of_row;
     float step = 0.0f, log_decay = 0.0f;
     if (inside(row)) {
-      const float x = static_cast<float>(static_cast<const T*>(args.input)[i]);
+      const float x = static_cast<float>(static_cast<const T*>(args.input)[row * args.input_pitch + column]);
       step = softplus(args.bias != nullptr ? x + args.bias[column] : x);
       if (step < args.step_min) step = args.step_min;
       if (step > args.step_max) step = args.step_max;
@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ A
     args.log_decay[i] = log_decay;
     if (args.step != nullptr) args.step[i] = step;
     if (i >= betas) continue;
-    const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[i]);
-    args.beta[i] = inside(i / heads) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
+    const Index beta_row = i / heads, head = i - beta_row * heads;
+    const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[beta_row * args.beta_pitch + head]);
+    args.beta[i] = inside(beta_row) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
   }
 }
 

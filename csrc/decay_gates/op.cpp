@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/columns.h"
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
@@ -24,6 +25,17 @@ Status check_values(const Call& call, bool strict) {
   return check_query_lens(call, call.inputs[kQueryLens], call.dims[kDimN]);
 }
 
+Status check_sizes(const Call& call) {
+  if (call.attrs[kAttrColumns].i == 0) return {};
+  const int64_t heads = call.dims[kDimH];
+  if (call.attrs[kAttrPerKey].i == 0) {
+    const Status status = check_columns(call, "input", call.attrs[kAttrFirstColumn].i, heads, call.dims[kDimW]);
+    if (!status.ok()) return status;
+  }
+  if (!call.inputs[kBetaInput].present()) return {};
+  return check_columns(call, "beta_input", call.attrs[kAttrFirstBetaColumn].i, heads, call.dims[kDimU], "first_beta_column");
+}
+
 Args make_args(const Call& call) {
   Args args = {};
   args.input = call.inputs[kInput].data;
@@ -39,6 +51,17 @@ Args make_args(const Call& call) {
   args.tokens = call.dims[kDimN];
   args.heads = call.dims[kDimH];
   args.width = call.attrs[kAttrPerKey].i != 0 ? call.dims[kDimD] : 1;
+  args.input_pitch = args.heads * args.width;
+  args.beta_pitch = args.heads;
+  const bool columns = call.attrs[kAttrColumns].i != 0;
+  if (columns && call.attrs[kAttrPerKey].i == 0) {
+    args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);
+    args.input_pitch = call.dims[kDimW];
+  }
+  if (columns && call.inputs[kBetaInput].present()) {
+    args.beta_input = columns_of(call.inputs[kBetaInput], call.attrs[kAttrFirstBetaColumn].i);
+    args.beta_pitch = call.dims[kDimU];
+  }
   args.step_min = call.attrs[kAttrStepMin].f;
   const float most = call.attrs[kAttrStepMax].f;
   args.step_max = most == 0.0f ? std::numeric_limits<float>::infinity() : most;
@@ -68,6 +91,6 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_sizes, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::decay_gates

@@ -48,12 +48,6 @@ constexpr float kLeast = 2.2e-19f;                           // exp(-43): the sq
 constexpr float kSmallestRow = 1e-20f, kLargestRow = 1e20f;  // squares of lengths
 constexpr int kSystemBarrier = 1;                            // of four warps
 
-__device__ __forceinline__ float inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 template <class T, int kD>
 struct KeyChunk {
   using L = Layout<kD>;
@@ -151,7 +145,7 @@ struct KeyChunk {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const int t = kBlock * block + i;
-      const float2 other = make_float2(inverse(w[i].x), inverse(w[i].y)), up = i < kHalf ? other : w[i],
+      const float2 other = make_float2(inverse_fast(w[i].x), inverse_fast(w[i].y)), up = i < kHalf ? other : w[i],
                    down = i < kHalf ? w[i] : other;
       const int place = static_cast<int>(element_offset(t, column));
       const float2 key = times(s.key[t], pair_at(L::kKeys + place));

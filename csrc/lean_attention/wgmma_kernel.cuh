@@ -28,8 +28,8 @@ struct WgmmaTile {
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
   static constexpr int kProducerWarps = kConverts ? kConvertingWarps : 4;
   // Registers of a thread; with those of the producers all that an SM has, 65,536.
-  static constexpr int kConsumerRegisters = kConverts ? (kWidth > 128 ? 200 : 192) : kWarpgroups == 3 ? 160 : 224;
-  static constexpr int kProducerRegisters = kConverts ? (kWidth > 128 ? 56 : 64) : kWarpgroups == 3 ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConverts ? (kWidth > 128 ? 208 : 192) : kWarpgroups == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kConverts ? (kWidth > 128 ? 48 : 64) : kWarpgroups == 3 ? 32 : 56;
   static_assert(32 * (kConsumerWarps * kConsumerRegisters + kProducerWarps * kProducerRegisters) <= 65536);
   static constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
   static constexpr int kKeyBoxes = (kWidth + kBoxColumns - 1) / kBoxColumns;  // of a row in shared memory, the query's too
@@ -345,7 +345,6 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, int part, Output& o) {
     const float scale = log2_scale();
     Span plain = {ceil_div(work.common.begin, kTokens), work.common.end / kTokens};  // tiles of which all rows see all tokens
-    if (args.softcap > 0.0f) plain.end = plain.begin;
     Scores s;
     Weights p;
     float factor[2];
@@ -417,28 +416,41 @@ struct WarpgroupConsumer {
     }
   }
 
-  // Caps and masks the logits of a tile unless it is plain. Gives keys back.
+  template <class F>
+  static __device__ __forceinline__ void for_few_at_a_time(Scores& s, F&& cap) {
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+      // A branch that the compiler does not see through: otherwise it works on so many logits at once that the loop over
+      // tiles loses registers to it, also where there is no softcap.
+      int on;
+      asm volatile("activemask.b32 %0;" : "=r"(on));
+      if (on == 0) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = cap(s[n][i]);
+    }
+  }
+  __device__ __forceinline__ void cap_scores(Scores& s) const {
+    const float rate = __fdividef(fabsf(args.scale), args.softcap), softcap = args.softcap;
+    float most[4] = {};
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most[i] = fmaxf(most[i], fabsf(s[n][i]));
+    if (fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * rate < kSmallCapped)
+      for_few_at_a_time(s, [&](float x) { return cap_small(x * rate, softcap); });
+    else for_few_at_a_time(s, [&](float x) { return cap_any(x * rate, softcap); });
+  }
+
+  // Caps logits and masks those of a tile that is not plain. Gives keys back.
   __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, int part, bool all_there,
                                                 Scores& s) const {
     if constexpr (kConverts) multiply_by_scales(s);
     const uint4 missing = missing_tokens(all_there);
     if (kValueWidth != 128) release(keys_empty(), kConverts);
+    if (args.softcap > 0.0f) cap_scores(s);
     if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;
-    if (args.softcap > 0.0f) {
-      const float scale = fabsf(args.scale);
-#pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
-        // A branch that the compiler does not see through: otherwise it works on so many logits at once that the loop over
-        // tiles loses registers to it, also where there is no softcap.
-        int on;
-        asm volatile("activemask.b32 %0;" : "=r"(on));
-        if (on == 0) break;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
-      }
-    }
     const Span rows = real_rows(work.unit, part);
     const int first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
 #pragma unroll

@@ -114,6 +114,24 @@ def _rows(op: Op, value: ir.Value) -> ir.Value:
     return found
 
 
+def _heads_of(value: ir.Value) -> ir.Value | None:
+    """The value [B,N,HF] whose heads are the rows of a value [R,F]; None where it is not known to be that."""
+    reshape = producer(value, "Reshape")
+    whole = reshape.inputs[0] if reshape is not None else None
+    if whole is None or whole.shape is None or value.shape is None or len(whole.shape) != 3 or whole.dtype != value.dtype:
+        return None
+    width, each = whole.shape[2], value.shape[1]
+    return whole if isinstance(width, int) and isinstance(each, int) and each > 0 and width % each == 0 else None
+
+
+def _sizes_of(op: Op, value: ir.Value) -> ir.Value:
+    """[B, N, C] of a value. Where it is columns of another, asked of that: who asks for a part's own sizes keeps it from being
+    read in place."""
+    split = producer(value, "Split")
+    of = split.inputs[0] if split is not None and column_sizes(split) is not None else value
+    return op("Concat", op("Shape", of, start=0, end=2), op("Constant", value_ints=[value.shape[2]]), axis=0)
+
+
 def _cast(op: Op, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     if value.dtype == dtype:
         return value
@@ -148,6 +166,25 @@ def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | 
     return None
 
 
+def _gate_heads(graph: ir.Graph, op: Op, kind: str, gate: ir.Value, up: ir.Value, made: ir.Value) -> None:
+    """GatedActivation of a gate [B,N,HF] and values that are seen as its heads' rows [R,F], in place of `made` [R,F]; or of what
+    that is seen as, where that has the gate's shape and is all that reads it."""
+    values = op("Reshape", up, _sizes_of(op, gate))
+    values.type, values.shape = up.type, gate.shape
+    new = op("GatedActivation", gate, values, domain=spec.DOMAIN, activation=kind)
+    uses = [*made.uses()]
+    alone = len(uses) == 1 and uses[0].idx == 0 and not made.is_graph_output()
+    seen = producer(uses[0].node.outputs[0], "Reshape") if alone else None
+    back = seen.outputs[0] if seen is not None else None
+    if back is not None and back.shape is not None and named(gate.shape) and list(back.shape) == list(gate.shape):
+        take_over(back, new)
+        graph.remove(seen, safe=True)
+    else:
+        shape = made.shape
+        take_over(made, op("Reshape", new, op("Constant", value_ints=[-1, shape[1]])))
+        new.type, new.shape = gate.type, gate.shape
+
+
 def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> bool:
     """In the gate's own type where the product is of it, or is rounded to it and the values were of it; else in float32, as
     before: float16 may not hold what is between. Whether it was done."""
@@ -166,6 +203,10 @@ def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: i
     else:
         return False
     sizes, made = list(gate.shape), last.outputs[0]
+    if len(sizes) == 2 and (whole := _heads_of(gate)) is not None:
+        _gate_heads(graph, op, kind, whole, values[0], made)
+        graph.remove(list(dict.fromkeys((last, node))), safe=True)
+        return True
     inputs = [_rows(op, x) for x in (gate, *values)]
     if scales is not None:
         inputs.append(new_initializer(graph, up, "skip_scale", scales, ir.DataType.FLOAT))

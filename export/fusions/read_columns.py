@@ -1,4 +1,4 @@
-"""Parts of a Split that CausalConv and GatedActivation read -> the columns where they stand."""
+"""Parts of a Split that CausalConv, GatedActivation and DecayGates read -> the columns where they stand."""
 
 from itertools import accumulate
 
@@ -8,21 +8,32 @@ from leanfleet import spec
 from leanfleet.export.fusions.graph import adder, column_sizes, take_over
 
 
-def _reader(value: ir.Value) -> ir.Node | None:
-    """The node that alone reads a value and can read it among other columns; None where there is none."""
+_GATE_COLUMNS = {
+    i: f"first{'_beta' * (t.name == 'beta_input')}_column"
+    for i, t in enumerate(spec.all_specs()["DecayGates"].inputs)
+    if t.name in ("input", "beta_input")
+}
+
+
+def _reader(value: ir.Value, whole: bool) -> tuple[ir.Node, int, str] | None:
+    """(node, input, attribute of the first column) where a node alone reads a value and can read it among other columns, else
+    None. whole: rows, and the value's columns in them, begin at 16 bytes there."""
     uses = [*value.uses()]
-    if value.is_graph_output() or len(uses) != 1 or uses[0].idx != 0:
+    if value.is_graph_output() or len(uses) != 1 or uses[0].node.domain != spec.DOMAIN:
         return None
-    node = uses[0].node
-    if node.domain != spec.DOMAIN or node.attributes.get_int("columns", 0) != 0:
-        return None
+    node, i = uses[0]
+    if node.op_type == "DecayGates":
+        shapes = [x.shape for x in (value, node.inputs[1]) if x is not None and x.shape is not None]
+        heads = len(shapes) == 2 and list(shapes[0])[2:] == list(shapes[1])  # neither wider already nor of key dimensions
+        return (node, i, _GATE_COLUMNS[i]) if heads and i in _GATE_COLUMNS else None
     has_up = node.op_type == "GatedActivation" and len(node.inputs) > 1 and node.inputs[1] is not None
-    return node if node.op_type == "CausalConv" or has_up else None
+    free = i == 0 and whole and node.attributes.get_int("columns", 0) == 0
+    return (node, i, "first_column") if free and (node.op_type == "CausalConv" or has_up) else None
 
 
 def read_columns(model: ir.Model, positions: int | None = None) -> int:
     """A convolution or a gate whose input is a part of a wider product reads it there, and Slices copy what is left. After
-    fuse_gates and split_convolutions, before nest_splits. Returns how many parts are no longer copied.
+    fuse_gates, fuse_decay_gates and split_convolutions, before nest_splits. Returns how many parts are no longer copied.
     """
     count = 0
     for split in [n for n in model.graph if n.op_type == "Split" and n.domain == ""]:
@@ -30,21 +41,22 @@ def read_columns(model: ir.Model, positions: int | None = None) -> int:
         if sizes is None or x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int):
             continue
         ends, whole = [*accumulate(sizes)], 4 if x.dtype == ir.DataType.FLOAT else 8  # columns: 16 bytes, as kernels load them
-        readers = {
-            i: node
-            for i, part in enumerate(split.outputs)
-            if (ends[i] - sizes[i]) % whole == 0 and (node := _reader(part)) is not None and node.graph is split.graph
-        }
-        if not readers or x.shape[2] % whole != 0:
+        begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+        found = [
+            _reader(part, begin % whole == 0 and x.shape[2] % whole == 0)
+            for begin, part in zip(begins, split.outputs, strict=True)
+        ]
+        readers = [(*f, begin) for f, begin in zip(found, begins, strict=True) if f and f[0].graph is split.graph]
+        if not readers:
             continue
-        for i, node in readers.items():
-            node.replace_input_with(0, x)
+        for node, i, attribute, begin in readers:
+            node.replace_input_with(i, x)
             node.attributes["columns"] = ir.AttrInt64("columns", 1)
-            node.attributes["first_column"] = ir.AttrInt64("first_column", ends[i] - sizes[i])
+            node.attributes[attribute] = ir.AttrInt64(attribute, begin)
         op = adder(model.graph, split)
-        for end, size, part in zip(ends, sizes, split.outputs, strict=True):
+        for begin, end, part in zip(begins, ends, split.outputs, strict=True):
             if part.uses() or part.is_graph_output():
-                take_over(part, op("Slice", x, *(op("Constant", value_ints=[n]) for n in (end - size, end, -1))))
+                take_over(part, op("Slice", x, *(op("Constant", value_ints=[n]) for n in (begin, end, -1))))
         model.graph.remove(split, safe=True)
         count += len(readers)
     return count

@@ -35,6 +35,11 @@ def test_cuda_compiles_within_its_caps():
     assert not slow, f"split the instances of {slow}"
 
 
+def test_no_wgmma_waits_for_the_one_before():
+    files = time_compile().read(compiled_log(), "CUDA")
+    assert not {name: line["serialised"] for name, line in files.items() if line.get("serialised")}
+
+
 def test_no_kernel_is_compiled_in_two_files():
     """As happens where a function of a header that is no template calls what a file makes an instance of. Few are compiled."""
     folder, homes = compiled_log().parent, {}
@@ -64,6 +69,10 @@ def test_the_last_line_of_a_file_counts_and_failures_are_not_noted(tmp_path, cap
             )
     assert tool.compile_timed(log, "CUDA", "bad", ["false"]) == 1
     assert tool.compile_timed(log, "CXX", "good", ["true"]) == 0
+    said = "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient"
+    assert tool.compile_timed(log, "wgmma", "slow", ["sh", "-c", f"echo fine; echo '{said}' >&2"]) == 0
+    assert tool.read(log, "wgmma")["slow"]["serialised"] == [said] and not tool.read(log, "CXX")["good"]["serialised"]
+    assert capsys.readouterr().out == f"fine\n{said}\n"
     assert {name: line["cpu_seconds"] for name, line in tool.read(log, "CUDA").items()} == {"a/x.cu.o": 3.0}
     assert list(tool.read(log, "CXX")) == ["good"]
     tool.report(log)

@@ -12,7 +12,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet.export import causal_conv, causal_linear_decay, export, export_decoder, fusions, gated_delta_rule, lean_attention
+from leanfleet.export import causal_conv, causal_linear_decay, decay_gates, export, export_decoder, fusions
+from leanfleet.export import gated_delta_rule, lean_attention
 from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
 from leanfleet.trt_plugins import prepare
@@ -952,6 +953,38 @@ def test_convolutions_among_other_columns(gate, parts, split, read):
     x, module = torch.randn(2, 5, HIDDEN), Convolved(gate, parts)
     counts, model = counts_of(module, x)
     assert (counts["split_convolutions"], counts["read_columns"]) == (split, read)
+    for library in (True, False):
+        for found, expected in zip(results(model, library, values=(x,)), module(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+class GatedHeads(torch.nn.Module):
+    """A product whose columns are what gates heads, the raw beta and decays of another layer, and others; the gated heads are
+    rows, as in Qwen3-Next."""
+
+    def __init__(self, heads, width, others, whole):
+        super().__init__()
+        self.sizes, self.heads, self.width, self.whole = (heads * width, heads, heads, others), heads, width, whole
+        self.product = torch.nn.Linear(HIDDEN, sum(self.sizes), bias=False)
+        self.rate = torch.nn.Parameter(-torch.rand(heads))
+
+    def forward(self, x):
+        gate, raw_beta, raw, others = self.product(x).split(self.sizes, -1)
+        decay, beta = decay_gates(raw, self.rate, beta_input=raw_beta, return_beta=True)
+        rows = (others[..., :1] * torch.arange(self.heads * self.width)).reshape(-1, self.width)
+        gated = rows * torch.nn.functional.silu(gate.reshape(-1, self.width))
+        return gated.reshape(gate.shape) if self.whole else gated, decay, beta, others + 1
+
+
+@pytest.mark.parametrize("whole", (True, False), ids=("seen as whole rows", "rows of heads"))
+@pytest.mark.parametrize(("heads", "width", "others", "read"), ((4, 8, 8, 3), (3, 5, 2, 2), (4, 6, 7, 2)), ids=str)
+def test_gates_among_other_columns(heads, width, others, read, whole):
+    """A gate that is seen as rows of heads is read where it stands if rows begin at 16 bytes; raw decays and beta anywhere."""
+    torch.manual_seed(2)
+    x, module = torch.randn(2, 5, HIDDEN), GatedHeads(heads, width, others, whole)
+    counts, model = counts_of(module, x)
+    assert (counts["fuse_gates"], counts["read_columns"]) == (1, read)
+    assert kinds(model).count("Slice") == 4 - read + 1
     for library in (True, False):
         for found, expected in zip(results(model, library, values=(x,)), module(x), strict=True):
             torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)

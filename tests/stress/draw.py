@@ -329,7 +329,9 @@ def fit_attributes(attrs, sizes):
         attrs["second"] = min(max(attrs.get("second", 1), 1), sizes["C"] - attrs["first"] - 1)
         attrs["third"] = sizes["C"] - attrs["first"] - attrs["second"]
     if attrs.get("columns"):
-        sizes["W"] = max(sizes["W"], sizes["C" if "C" in sizes else "F"] + attrs.get("first_column", 0))
+        count = next(sizes[axis] for axis in ("C", "F", "H") if axis in sizes)
+        for axis, first in (("W", "first_column"), ("U", "first_beta_column")):
+            sizes[axis] = max(sizes.get(axis, 0), count + attrs.get(first, 0))
 
 
 # Simpler calls

@@ -32,9 +32,33 @@ def make(sizes, dtype, seed=0, lens=False, betas=True, bias=True):
     return inputs, attrs
 
 
+def among_others(inputs, attrs, seed=0):
+    """That call with its numbers among other columns, which are NaN: of one tensor, or of two."""
+    heads, random = len(inputs["rate"]), torch.Generator().manual_seed(seed)
+    gaps = [int(n) for n in torch.randint(0, 9, (3,), generator=random)]
+    places = {"input": gaps[0], "beta_input": gaps[0] + heads + gaps[1]}
+    if attrs["per_key"]:
+        del places["input"]
+    wide = torch.full((*inputs["input"].shape[:2], 2 * heads + sum(gaps)), torch.nan, dtype=inputs["input"].dtype)
+    made = dict(inputs)
+    for name, first in places.items():
+        if name in inputs:
+            wide[..., first : first + heads] = inputs[name]
+            made[name] = wide
+    if seed % 2 and "beta_input" in inputs:
+        made["beta_input"] = wide[..., places["beta_input"] :].contiguous()
+        places["beta_input"] = 0
+    attributes = {"input": "first_column", "beta_input": "first_beta_column"}
+    where = {attributes[name]: first for name, first in places.items() if name in inputs}
+    return made, attrs | {"columns": 1} | where
+
+
 def calls(sizes, dtype, seed=0):
     yield make(sizes, dtype, seed, lens=True)
     yield make(sizes, dtype, seed, betas=False, bias=False)
+    for betas in (True, False):
+        inputs, attrs = make(sizes, dtype, seed, lens=betas, betas=betas)
+        yield among_others(inputs, attrs, seed)
     inputs, _ = make(sizes, dtype, seed)
     yield {name: x for name, x in inputs.items() if name != "beta_input"}, {"per_key": int(sizes[3] is not None)}
 
@@ -44,6 +68,12 @@ def assert_right(found, inputs, attrs, absolute=1e-37):
     double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     names = ["log_decay", *["step"] * attrs.get("return_step", 0), *["beta"] * attrs.get("return_beta", 0)]
     assert list(found) == names
+    if attrs.get("columns"):
+        heads = len(inputs["rate"])
+        for name, attribute in (("input", "first_column"), ("beta_input", "first_beta_column")):
+            if name in double and not (attrs.get("per_key") and name == "input"):
+                double[name] = double[name][..., (first := attrs.get(attribute, 0)) : first + heads]
+        attrs = {name: x for name, x in attrs.items() if "column" not in name}
     raw = double["input"].abs() + double.get("bias", torch.zeros(())).abs()
     for name, exact in zip(names, reference.decay_gates(**double, **attrs), strict=True):
         x = found[name]

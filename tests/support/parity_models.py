@@ -72,6 +72,7 @@ VARIANTS = {
     "DecayGates": [
         ({"bias", "query_lens"}, {"return_step": 1}),
         ({"beta_input"}, {"per_key": 1, "return_step": 1, "return_beta": 1, "step_max": 1.5}),
+        ({"beta_input"}, {"return_beta": 1, "columns": 1, "first_column": 1}),
     ],
     "AllReduce": [(set(), {}), (set(), {})],
     "AllGather": [(set(), {}), (set(), {})],
