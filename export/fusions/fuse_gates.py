@@ -167,8 +167,8 @@ def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | 
 
 
 def _gate_heads(graph: ir.Graph, op: Op, kind: str, gate: ir.Value, up: ir.Value, made: ir.Value) -> None:
-    """GatedActivation of a gate [B,N,HF] and values that are seen as its heads' rows [R,F]. In place of `made` [R,F], or of what
-    alone reads that: the same seen in the gate's shape."""
+    """GatedActivation of a gate [B,N,HF] and values that are seen as its heads' rows [R,F]. In place of `made` [R,F], or of
+    what alone reads that: the same seen in the gate's shape."""
     values = op("Reshape", up, _sizes_of(op, gate))
     values.type, values.shape = up.type, gate.shape
     new = op("GatedActivation", gate, values, domain=spec.DOMAIN, activation=kind)

@@ -36,7 +36,10 @@ def test_cuda_compiles_within_its_caps():
 
 
 def test_no_wgmma_waits_for_the_one_before():
-    files = time_compile().read(compiled_log(), "CUDA")
+    log = compiled_log()
+    if log.parent.name.startswith("quick-"):
+        pytest.skip("kernels are compiled without the optimisations that they ship with")
+    files = time_compile().read(log, "CUDA")
     assert not {name: line["serialised"] for name, line in files.items() if line.get("serialised")}
 
 
