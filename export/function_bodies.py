@@ -1321,7 +1321,7 @@ def _decay_gates(ops, x, a, ranks):
     results = [log_decay] + [ops.Identity(step)] * a.return_step
     if a.return_beta:
         beta_input = _columns(ops, x.beta_input, a.columns, a.first_beta_column, heads)
-        # ONNX Runtime's Sigmoid is 0 from -18 or so on.
+        # ONNX Runtime's Sigmoid is 0 or 1e-8 for what is below -18.
         results.append(ops.Div(a.beta_scale, ops.Add(1.0, ops.Exp(ops.Neg(ops.float(beta_input))))))
     if x.query_lens is None:
         return results

@@ -1230,6 +1230,7 @@ def _delta_backward(query, key, value, log_decay, beta, do, state, ds):
 def _columns(op, name, tensor, first, count, attribute="first_column"):
     """So many columns of a tensor from `first` on, which an attribute says."""
     width = tensor.shape[-1]
+    _check(first >= 0, f"{op}: {attribute} is {first}; expected 0 or more")
     _check(
         first + count <= width,
         f"{op}: columns is 1, {attribute} is {first}, and {name} has {width} columns; expected {count} from {attribute} on",

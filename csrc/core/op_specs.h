@@ -489,7 +489,7 @@ namespace decay_gates {
 enum Input { kInput, kRate, kBias, kBetaInput, kQueryLens };
 enum Output { kOutLogDecay, kOutStep, kOutBeta };
 enum Attr { kAttrPerKey, kAttrStepMin, kAttrStepMax, kAttrBetaScale, kAttrReturnStep, kAttrReturnBeta, kAttrColumns, kAttrFirstColumn, kAttrFirstBetaColumn };
-enum Dim { kDimB, kDimN, kDimH, kDimD, kDimW, kDimU };
+enum Dim { kDimB, kDimN, kDimH, kDimD, kDimF, kDimC };
 inline constexpr TensorSpec kInputs[] = {
     {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kAttr, 0}, {RefKind::kAttr, 6}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 0}}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 6}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {4, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
     {"rate", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
@@ -520,7 +520,7 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kAttr, 6}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kInput, 3}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "N", "H", "D", "W", "U"};
+inline constexpr const char* kSymbols[] = {"B", "N", "H", "D", "F", "C"};
 inline constexpr OpSpec kSpec = {"DecayGates", 1, 5, 3, 9, 5, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace decay_gates

@@ -29,11 +29,11 @@ Status check_sizes(const Call& call) {
   if (call.attrs[kAttrColumns].i == 0) return {};
   const int64_t heads = call.dims[kDimH];
   if (call.attrs[kAttrPerKey].i == 0) {
-    const Status status = check_columns(call, "input", call.attrs[kAttrFirstColumn].i, heads, call.dims[kDimW]);
+    const Status status = check_columns(call, "input", call.attrs[kAttrFirstColumn].i, heads, call.dims[kDimF]);
     if (!status.ok()) return status;
   }
   if (!call.inputs[kBetaInput].present()) return {};
-  return check_columns(call, "beta_input", call.attrs[kAttrFirstBetaColumn].i, heads, call.dims[kDimU], "first_beta_column");
+  return check_columns(call, "beta_input", call.attrs[kAttrFirstBetaColumn].i, heads, call.dims[kDimC], "first_beta_column");
 }
 
 Args make_args(const Call& call) {
@@ -56,11 +56,11 @@ Args make_args(const Call& call) {
   const bool columns = call.attrs[kAttrColumns].i != 0;
   if (columns && call.attrs[kAttrPerKey].i == 0) {
     args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);
-    args.input_pitch = call.dims[kDimW];
+    args.input_pitch = call.dims[kDimF];
   }
   if (columns && call.inputs[kBetaInput].present()) {
     args.beta_input = columns_of(call.inputs[kBetaInput], call.attrs[kAttrFirstBetaColumn].i);
-    args.beta_pitch = call.dims[kDimU];
+    args.beta_pitch = call.dims[kDimC];
   }
   args.step_min = call.attrs[kAttrStepMin].f;
   const float most = call.attrs[kAttrStepMax].f;

@@ -436,8 +436,9 @@ struct WarpgroupConsumer {
     for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) most[i] = fmaxf(most[i], fabsf(s[n][i]));
-    if (fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * rate < kSmallCapped)
-      for_few_at_a_time(s, [&](float x) { return cap_small(x * rate, softcap); });
+    // A NaN may count as small: it stays one either way.
+    const bool small = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * rate < kSmallCapped;
+    if (__all_sync(kFullWarp, small)) for_few_at_a_time(s, [&](float x) { return cap_small(x * rate, softcap); });
     else for_few_at_a_time(s, [&](float x) { return cap_any(x * rate, softcap); });
   }
 

@@ -169,11 +169,11 @@ def _skip(up: ir.Value, reader: ir.Node) -> tuple[list[ir.Value], np.ndarray] | 
 def _gate_heads(graph: ir.Graph, op: Op, kind: str, gate: ir.Value, up: ir.Value, made: ir.Value) -> None:
     """GatedActivation of a gate [B,N,HF] and values that are seen as its heads' rows [R,F]. In place of `made` [R,F], or of
     what alone reads that: the same seen in the gate's shape."""
-    values = op("Reshape", up, _sizes_of(op, gate))
+    values = op("Reshape", up, _sizes_of(op, gate), allowzero=1)  # a call may have no tokens
     values.type, values.shape = up.type, gate.shape
     new = op("GatedActivation", gate, values, domain=spec.DOMAIN, activation=kind)
     uses = [*made.uses()]
-    alone = len(uses) == 1 and uses[0].idx == 0 and not made.is_graph_output()
+    alone = len(uses) == 1 and uses[0].idx == 0 and uses[0].node.graph is graph and not made.is_graph_output()
     seen = producer(uses[0].node.outputs[0], "Reshape") if alone else None
     back = seen.outputs[0] if seen is not None else None
     if back is not None and back.shape is not None and named(gate.shape) and list(back.shape) == list(gate.shape):

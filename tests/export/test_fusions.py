@@ -990,6 +990,23 @@ def test_gates_among_other_columns(heads, width, others, read, whole):
             torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("whole", (True, False), ids=("seen as whole rows", "rows of heads"))
+def test_gates_of_heads_without_tokens(whole):
+    """As before, where the library's operators are not there to refuse it."""
+
+    class Heads(torch.nn.Module):
+        def forward(self, x):
+            gate, up = x.split((16, 24), -1)
+            rows = torch.nn.functional.silu(gate.reshape(-1, 4)) * up[..., :16].exp().reshape(-1, 4)
+            return rows.reshape(gate.shape) if whole else rows
+
+    counts, model = counts_of(Heads(), x := torch.randn(2, 5, HIDDEN))
+    assert counts["fuse_gates"] == 1
+    for rows in (x, x[:, :0]):
+        found = torch.from_numpy(results(model, False, values=(rows,))[0])
+        torch.testing.assert_close(found, Heads()(rows), rtol=1e-5, atol=1e-5)
+
+
 def test_gates_of_other_ranks_stay():
     class Ranks(torch.nn.Module):
         def forward(self, x):

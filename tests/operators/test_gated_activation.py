@@ -67,7 +67,7 @@ def assert_right(found, inputs, kind, least=2.0**-126):
     of_gate = gate.sigmoid() if kind == "sigmoid" else gate.abs()
     bound = 0.51 * torch.finfo(x.dtype).eps * exact.abs() + 4e-7 * of_gate * size + torch.finfo(x.dtype).smallest_normal
     bound = bound + (least * size if kind == "sigmoid" else 0.0)
-    wrong = (found.double() - exact).abs() > bound
+    wrong = ~((found.double() - exact).abs() <= bound)
     assert not wrong.any(), (kind, found[wrong][:3], exact[wrong][:3])
 
 

@@ -329,9 +329,12 @@ def fit_attributes(attrs, sizes):
         attrs["second"] = min(max(attrs.get("second", 1), 1), sizes["C"] - attrs["first"] - 1)
         attrs["third"] = sizes["C"] - attrs["first"] - attrs["second"]
     if attrs.get("columns"):
-        count = next(sizes[axis] for axis in ("C", "F", "H") if axis in sizes)
-        for axis, first in (("W", "first_column"), ("U", "first_beta_column")):
-            sizes[axis] = max(sizes.get(axis, 0), count + attrs.get(first, 0))
+        if "W" not in sizes:  # DecayGates
+            wide = {"F": ("H", "first_column"), "C": ("H", "first_beta_column")}
+        else:
+            wide = {"W": ("C" if "C" in sizes else "F", "first_column")}
+        for axis, (columns, first) in wide.items():
+            sizes[axis] = max(sizes[axis], sizes[columns] + attrs.get(first, 0))
 
 
 # Simpler calls

@@ -162,7 +162,7 @@ VARIANTS = {
             {"Nq": 9},
         ),
         (["bias", "beta_input"], {"per_key": 1, "return_step": 1, "return_beta": 1, "beta_scale": 2.0}, {"N": 40}),
-        (["beta_input"], {"return_beta": 1, "columns": 1, "first_column": 9, "first_beta_column": 2}, {"W": 30, "U": 24}),
+        (["beta_input"], {"return_beta": 1, "columns": 1, "first_column": 9, "first_beta_column": 2}, {"F": 30, "C": 24}),
     ],
     "AllReduce": [([], {"communicator": "world"}, {})],
     "AllGather": [([], {"communicator": "world", "world": 1}, {})],
