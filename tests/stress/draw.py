@@ -333,7 +333,8 @@ def fit_attributes(attrs, sizes):
             wide = {"F": ("H", "first_column"), "C": ("H", "first_beta_column")}
         else:
             wide = {"W": ("C" if "C" in sizes else "F", "first_column")}
-        for axis, (columns, first) in wide.items():
+        for axis in wide.keys() & sizes.keys():  # DecayGates' C is of an optional input
+            columns, first = wide[axis]
             sizes[axis] = max(sizes[axis], sizes[columns] + attrs.get(first, 0))
 
 
