@@ -7,6 +7,7 @@ weights, which complete() makes, they are some megabytes.
 import contextlib
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import onnx
 
@@ -14,6 +15,14 @@ WEIGHTS = "weights.data"
 LARGE = 1 << 16  # bytes; smaller weights stay in the graph
 ALIGNMENT = 4096  # of weights in their file, where each has a place of its own
 DRAWN = 1 << 21  # bytes that are drawn; the file repeats them, so that experts of as many bytes or twice, ... are the same
+
+
+def replaced(*members):
+    """A context in which members of modules and classes, (owner, name, replacement) each, are other things."""
+    with contextlib.ExitStack() as patches:
+        for member in members:
+            patches.enter_context(mock.patch.object(*member))
+        return patches.pop_all()
 
 
 class Thin:
@@ -26,22 +35,18 @@ class Thin:
         from leanfleet.export import decoder, experts, serving, tensor_parallel
 
         self._made = decoder.made
-        with contextlib.ExitStack() as undo:
-            for owner, name, ours in (
-                (decoder, "made", self.made),
-                (serving, "made", self.made),
-                (decoder, "save", save),
-                (serving, "_take_weights", lambda model, folder, file, part: outside(model, folder)),
-                (tensor_parallel, "_part", part),
-                (experts, "interleave", lambda weights: weights),
-            ):
-                undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, ours)
-            self._undo = undo.pop_all()
+        self._replaced = replaced(
+            (decoder, "made", self.made),
+            (serving, "made", self.made),
+            (decoder, "save", save),
+            (serving, "_take_weights", lambda model, folder, file, part: outside(model, folder)),
+            (tensor_parallel, "_part", part),
+            (experts, "interleave", lambda weights: weights),
+        )
         return self
 
     def __exit__(self, *error):
-        self._undo.close()
+        self._replaced.close()
 
     def made(self, module, *arguments):
         """Ranks whose shares have equal shapes have equal graphs, traced once."""
@@ -83,15 +88,14 @@ def save(model, path):
 
 def untouched(config, dtype):
     """A model of a configuration whose large weights are memory that nobody has written yet, and so takes none."""
-    from unittest import mock
-
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    with contextlib.ExitStack() as patches:
-        for layer in (torch.nn.Linear, torch.nn.Embedding):
-            patches.enter_context(mock.patch.object(layer, "reset_parameters", lambda self: None))
-        patches.enter_context(mock.patch.object(PreTrainedModel, "init_weights", lambda self: self.tie_weights()))
+    with replaced(
+        (torch.nn.Linear, "reset_parameters", lambda self: None),
+        (torch.nn.Embedding, "reset_parameters", lambda self: None),
+        (PreTrainedModel, "init_weights", lambda self: self.tie_weights()),
+    ):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     for layer in (m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))):
         if layer.weight.nbytes < LARGE:

@@ -172,6 +172,7 @@ def _gate_heads(graph: ir.Graph, op: Op, kind: str, gate: ir.Value, up: ir.Value
     values = op("Reshape", up, _sizes_of(op, gate), allowzero=1)  # a call may have no tokens
     values.type, values.shape = up.type, gate.shape
     new = op("GatedActivation", gate, values, domain=spec.DOMAIN, activation=kind)
+    new.type, new.shape = made.type, gate.shape
     uses = [*made.uses()]
     alone = len(uses) == 1 and uses[0].idx == 0 and uses[0].node.graph is graph and not made.is_graph_output()
     seen = producer(uses[0].node.outputs[0], "Reshape") if alone else None
@@ -180,9 +181,7 @@ def _gate_heads(graph: ir.Graph, op: Op, kind: str, gate: ir.Value, up: ir.Value
         take_over(back, new)
         graph.remove(seen, safe=True)
     else:
-        shape = made.shape
-        take_over(made, op("Reshape", new, op("Constant", value_ints=[-1, shape[1]])))
-        new.type, new.shape = gate.type, gate.shape
+        take_over(made, op("Reshape", new, op("Constant", value_ints=[-1, made.shape[1]])))
 
 
 def _fuse_apart(graph: ir.Graph, node: ir.Node, kind: str, gate: ir.Value, up: ir.Value) -> bool:

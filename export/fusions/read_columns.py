@@ -7,11 +7,11 @@ import onnx_ir as ir
 from leanfleet import spec
 from leanfleet.export.fusions.graph import adder, column_sizes, take_over
 
-
-_GATE_COLUMNS = {
-    i: f"first{'_beta' * (t.name == 'beta_input')}_column"
-    for i, t in enumerate(spec.all_specs()["DecayGates"].inputs)
-    if t.name in ("input", "beta_input")
+# {operator: {input: attribute of the first column}} of inputs that may stand among the columns of a wider value
+_FIRST_COLUMN = {
+    "CausalConv": {"input": "first_column"},
+    "GatedActivation": {"gate_up": "first_column"},
+    "DecayGates": {"input": "first_column", "beta_input": "first_beta_column"},
 }
 
 
@@ -22,13 +22,16 @@ def _reader(value: ir.Value, whole: bool) -> tuple[ir.Node, int, str] | None:
     if value.is_graph_output() or len(uses) != 1 or uses[0].node.domain != spec.DOMAIN:
         return None
     node, i = uses[0]
-    if node.op_type == "DecayGates":
+    name = spec.all_specs()[node.op_type].inputs[i].name
+    attribute = _FIRST_COLUMN.get(node.op_type, {}).get(name)
+    if attribute is None:
+        return None
+    if node.op_type == "DecayGates":  # which loads single numbers
         shapes = [x.shape for x in (value, node.inputs[1]) if x is not None and x.shape is not None]
         heads = len(shapes) == 2 and list(shapes[0])[2:] == list(shapes[1])  # neither wider already nor of key dimensions
-        return (node, i, _GATE_COLUMNS[i]) if heads and i in _GATE_COLUMNS else None
-    has_up = node.op_type == "GatedActivation" and len(node.inputs) > 1 and node.inputs[1] is not None
-    free = i == 0 and whole and node.attributes.get_int("columns", 0) == 0
-    return (node, i, "first_column") if free and (node.op_type == "CausalConv" or has_up) else None
+        return (node, i, attribute) if heads else None
+    has_up = node.op_type != "GatedActivation" or (len(node.inputs) > 1 and node.inputs[1] is not None)
+    return (node, i, attribute) if whole and has_up and node.attributes.get_int("columns", 0) == 0 else None
 
 
 def read_columns(model: ir.Model, positions: int | None = None) -> int:
