@@ -9,10 +9,9 @@ bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from leanfleet import model_file, ort_library, ranks, trial
-from leanfleet.decoder_contract import (
-    BATCH,
-    CAPACITY,
-    CONTEXT,
-    CONTEXT_PARALLEL,
-    CONTEXT_SERVING,
-    DECODER,
-    POOL,
-    RANK,
-    SERVING,
-    SESSION_TYPES,
-    WORLD,
-    context_pages,
-    context_table,
-    decoder_interface,
-    is_state,
-    packed,
-    serving_interface,
-)
+from leanfleet import ort_library, ranks
 from leanfleet.export import blocks
 from leanfleet.export.quantised_caches import CacheType, emulated
+from leanfleet.export.scheduled_calls import STEPS, open_session, prompts, run_schedule
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
-PROMPTS, STEPS = (1, 6, 17), 4
 FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
 RANKS_SECONDS = 600.0  # that ranks may take for the schedule
 _remembered: dict[Any, Any] | None = None  # of `once`
@@ -66,7 +46,7 @@ def verify(
     if why := _obstacle(model):
         return {"skipped": why}
     with _checkable(Path(path), model) as file:
-        return compare(model, _session(file), facts, rope, cache)
+        return compare(model, open_session(file), facts, rope, cache)
 
 
 @contextmanager
@@ -105,7 +85,7 @@ def verify_ranks(
             chosen = [str(checkable[path].resolve()) for path in paths]
             task = {"files": chosen, "facts": facts, "tokens": [t.tolist() for t in tokens]}
             (folder / "task.json").write_text(json.dumps(task))
-            program = "import sys; from leanfleet.export import verification; verification.run_rank(*sys.argv[1:])"
+            program = "import sys; from leanfleet.export import scheduled_calls; scheduled_calls.run_rank(*sys.argv[1:])"
             command = ranks.python("-c", program, str(folder))
             ranks.launch(command, len(paths), environment={"CUDA_VISIBLE_DEVICES": ""}, seconds=RANKS_SECONDS)
             with np.load(folder / "found.npz") as said:
@@ -113,21 +93,6 @@ def verify_ranks(
                 return [(*place, logits) for place, logits in zip(json.loads(str(places)), rows, strict=True)]
 
         return judge_found(model, found, facts, rope, cache)
-
-
-def run_rank(folder: str) -> None:
-    """What a process of verify_ranks does: the schedule with its rank's file; rank 0 writes the logits down."""
-    ranks.end_with_parent()
-    task, here = json.loads((Path(folder) / "task.json").read_text()), ranks.place()
-    assert here is not None
-    threads = max(1, (os.cpu_count() or 1) // here.world)
-    with ranks.join(WORLD, "shared_memory"):
-        session = _session(Path(task["files"][here.rank]), threads)
-        found = _found(session, task["facts"], [np.array(t, np.int64) for t in task["tokens"]], here.rank)
-    if here.rank == 0:
-        places, logits = [place for *place, _ in found], np.stack([logits for *_, logits in found])
-        with open(Path(folder) / "found.npz", "wb") as file:
-            np.savez(file, np.array(json.dumps(places)), logits)
 
 
 def _no_library():
@@ -143,7 +108,7 @@ def compare(
     model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short", cache: CacheType | None = None
 ) -> dict[str, Any]:
     """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
-    return judge_found(model, lambda tokens: _found(session, facts, tokens), facts, rope, cache)
+    return judge_found(model, lambda tokens: run_schedule(session, facts, tokens), facts, rope, cache)
 
 
 def judge_found(
@@ -219,15 +184,7 @@ def _tokens(model, facts, seed):
     plain = np.array([t for t in range(facts["vocabulary"]) if t not in special] or range(facts["vocabulary"]))
     random = np.random.default_rng(seed)
     longest = max(1, (facts["max_positions"] or 10**9) - STEPS)
-    return [random.choice(plain, min(n, longest) + STEPS) for n in _prompts(facts)]
-
-
-def _prompts(facts):
-    """Tokens of the requests' prompts. Where blocks of tokens are shared out one goes on into the next block, one has three."""
-    if decoder_interface(facts) is not CONTEXT:
-        return PROMPTS
-    block = facts[CONTEXT_PARALLEL]["block"]
-    return PROMPTS[0], block - STEPS // 2, 2 * block + PROMPTS[2]
+    return [random.choice(plain, min(n, longest) + STEPS) for n in prompts(facts)]
 
 
 @contextmanager
@@ -332,136 +289,6 @@ def in_double(model: torch.nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         narrow()
-
-
-def _schedule(prompts):
-    """[(phase, [{request: new tokens}, ...])]: calls, one phase after the other, each over caches of its own."""
-    first, second, third = prompts
-    part = third // 2
-    together = [
-        {0: first, 2: part},
-        {0: 1, 1: second, 2: third - part},
-        {0: 1, 1: 1, 2: 1},
-        {0: 1, 2: 1},
-        {0: 1, 1: 1, 2: 1},
-        {1: 1, 2: 1},
-        {1: 1},
-    ]
-    return [("in a ragged batch", together), ("alone", [{2: third}] + [{2: 1}] * STEPS)]
-
-
-def _found(session, facts, tokens, rank=0):
-    """[(phase, request, position, logits)] of a session."""
-    found = []
-    for phase, calls in _schedule(_prompts(facts)):
-        kind = _Pages if facts.get("kind") == SERVING.kind else _Shares if decoder_interface(facts) is CONTEXT else _Batch
-        caches = kind(session, facts, len(tokens), rank)
-        seen = [0] * len(tokens)
-        for call in calls:
-            new = {request: tokens[request][seen[request] : seen[request] + count] for request, count in call.items()}
-            new = {request: row for request, row in new.items() if len(row)}  # a model of few positions has shorter ones
-            for request, logits in (caches.run(new, seen) if new else {}).items():
-                seen[request] += len(new[request])
-                found.append((phase, request, seen[request] - 1, logits))
-    return found
-
-
-def _session(path, threads=0):
-    """A session on the CPU: with the library, or without where it is missing. threads: 0: as many as the machine has."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    with suppress(FileNotFoundError):
-        ort_library.register(options)
-        model_file.check(str(path))
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-class _Batch:
-    """Calls of a graph of export_decoder over caches of a batch. Requests without new tokens are rows of padding."""
-
-    def __init__(self, session, facts, batch, rank):
-        self.session, self.batch, self.interface = session, batch, decoder_interface(facts)
-        sizes = self.sizes(facts, max(_prompts(facts)) + STEPS + 3)
-        self.caches = {}
-        for entry in session.get_inputs():
-            if DECODER.is_cache(entry.name):
-                shape, dtype = [sizes.get(n, n) for n in entry.shape], _NUMPY[entry.type]
-                state = not {CAPACITY, POOL} & set(entry.shape) or dtype == np.int32
-                self.caches[entry.name] = np.zeros(shape, dtype) if state else _unwritten(shape, dtype)
-
-    def sizes(self, facts, capacity):
-        """{dimension: size} of the caches."""
-        return {BATCH: self.batch, CAPACITY: capacity}
-
-    def more(self, tokens):
-        """What a call of so many tokens takes beside tokens and lengths."""
-        return ()
-
-    def run(self, new, seen):
-        """{request: logits of its last new token}. new: {request: tokens}; seen: how many tokens of each came before."""
-        counts = np.array([len(new.get(r, ())) for r in range(self.batch)], np.int32)
-        ids = np.zeros((self.batch, counts.max()), np.int64)
-        for request, row in new.items():
-            ids[request, : len(row)] = row
-        lens = np.array(seen, np.int32) + counts
-        feed = self.interface.feed(ids, lens, counts, *self.more(ids.shape[1])) | self.caches
-        logits, *caches = trial.run_session(self.session, feed, widen=False).values()
-        self.caches = dict(zip(self.caches, caches, strict=True))
-        return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
-
-
-class _Shares(_Batch):
-    """The same of one rank of a context parallel decoder, over its pools."""
-
-    def __init__(self, session, facts, batch, rank):
-        self.rank = np.array([rank], np.int32)
-        super().__init__(session, facts, batch, rank)
-
-    def sizes(self, facts, capacity):
-        shares = facts[CONTEXT_PARALLEL]
-        self.block, self.pages = shares["block"], context_pages(capacity, **shares)
-        return {POOL: self.batch * self.pages}
-
-    def more(self, tokens):
-        return context_table(self.batch, self.pages, tokens, self.block), self.rank
-
-
-class _Pages:
-    """Calls of a graph of export_for_serving over a pool of pages."""
-
-    def __init__(self, session, facts, batch, rank):
-        self.session, self.block = session, facts["block"]
-        self.rank = {RANK: np.array([rank], np.int32)} if serving_interface(facts) is CONTEXT_SERVING else {}
-        self.table = -(-(max(_prompts(facts)) + STEPS) // self.block)
-        self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
-        caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
-        self.pools = {}
-        for i in caches:
-            state = is_state(i.name)  # one row more than there are requests, which nobody writes
-            dtype = _NUMPY[i.type]
-            if state:
-                self.pools[i.name] = np.zeros([batch + 1, *i.shape[1:]], dtype)
-            else:
-                self.pools[i.name] = _unwritten([self.order.size, *i.shape[1:]], dtype)
-
-    def run(self, new, seen):
-        """As _Batch.run."""
-        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], states=list(new)) | self.rank
-        logits, *others = trial.run_session(self.session, feed | self.pools, widen=False).values()
-        self.pools = dict(zip(self.pools, others[len(SERVING.outputs) - 1 :], strict=True))
-        return dict(zip(new, logits, strict=True))
-
-
-def _unwritten(shape, dtype):
-    """What a cache holds before tokens come: nothing that could be taken for numbers."""
-    return np.full(shape, {np.dtype(np.int8): -128, np.dtype(np.uint8): 0}.get(dtype, np.nan), dtype)
-
-
-_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64", "int8", "uint8")}
-_NUMPY[SESSION_TYPES["float8e4m3fn"]] = trial.FLOAT8
 
 
 def as_float32(model: ir.Model) -> bool:

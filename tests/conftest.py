@@ -13,6 +13,7 @@ import torch
 from leanfleet import communicators
 from support.cpu_time import (  # noqa: F401
     pytest_addoption,
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_runtest_makereport,
     pytest_runtest_protocol,

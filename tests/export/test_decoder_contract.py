@@ -184,7 +184,7 @@ def test_names_stand_in_the_contract_alone():
     }
     exporters = [
         Path(export.__file__).with_name(f"{name}.py")
-        for name in ("cache", "decoder", "serving", "verification", "linear_decoder", "context_parallel")
+        for name in ("cache", "decoder", "serving", "verification", "scheduled_calls", "linear_decoder", "context_parallel")
     ]
     runtimes = [path for package in (ort_ops, trt_plugins) for path in Path(package.__file__).parent.glob("*.py")]
     commands = [Path(leanfleet.__file__).with_name(f"{name}.py") for name in ("generate", "generation")]

@@ -4,10 +4,14 @@
 `make test` stays quick that way. CPU seconds, since a machine that others use too makes a test wait, but hardly work, more;
 and what is over the limit is divided by what the yardstick of csrc/time_compile.py takes longer than on a quiet core. A test
 that is the first to need a fixture pays for it. Processes count once they are waited for.
+
+--days N runs those of the chosen tests whose turn it is today: each has its turn every N days.
 """
 
+import datetime
 import importlib.util
 import os
+import zlib
 
 import pytest
 
@@ -32,6 +36,17 @@ def cpu_seconds():
 
 def pytest_addoption(parser):
     parser.addoption("--most-cpu-seconds", type=float, metavar="N", help="fail where a test without the mark `slow` takes more")
+    parser.addoption(
+        "--days", type=int, default=1, metavar="N", help="run what is due today of tests that have a turn in N days"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that -m and -k leave
+def pytest_collection_modifyitems(config, items):
+    days = config.getoption("--days")
+    due = [zlib.crc32(item.nodeid.encode()) % days == datetime.date.today().toordinal() % days for item in items]
+    config.hook.pytest_deselected(items=[item for item, today in zip(items, due, strict=True) if not today])
+    items[:] = [item for item, today in zip(items, due, strict=True) if today]
 
 
 @pytest.hookimpl(wrapper=True)

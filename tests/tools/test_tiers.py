@@ -47,10 +47,33 @@ def test_what_works_too_long_without_the_mark_fails_the_run(workers, tmp_path):
         assert run("--most-cpu-seconds", "0.15", "-m", "slow").returncode == 0
 
 
+def test_each_test_has_its_day(tmp_path):
+    """In so many days, and no other."""
+    (tmp_path / "conftest.py").write_text(
+        "import datetime\nfrom support import cpu_time\nfrom support.cpu_time import *\n"
+        "class Day(datetime.date):\n    @classmethod\n    def today(cls):\n"
+        f"        return cls.fromordinal(739000 + int((Path({str(tmp_path)!r}) / 'day').read_text()))\n"
+        "from pathlib import Path\ncpu_time.datetime = type('', (), {'date': Day})\n"
+    )
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = slow\n")
+    (tmp_path / "test_work.py").write_text(
+        "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(40))\ndef test_one(n):\n    pass\n\n"
+        "def test_quick():\n    pass\n"
+    )
+    found = []
+    for day in range(6):
+        (tmp_path / "day").write_text(f"{day}")
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "slow", "--days", "3"]
+        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        found.append(set(re.findall(r"test_one\[(\d+)\] PASSED", done.stdout)))
+    assert all(found) and sum(map(len, found[:3])) == len(set.union(*found[:3])) == 40 and found[:3] == found[3:]
+
+
 def test_the_two_runs_have_all_tests():
     makefile = (ROOT / "Makefile").read_text()
     quick = re.search(r"^test: setup\n((?:\t.*\n)+)", makefile, re.M)[1]
     rest = re.search(r"^test-all: test\n((?:\t.*\n)+)", makefile, re.M)[1]
     assert re.findall(r"\$\(PYTEST\) (.*)", quick) == ['-m "not slow"']
-    assert re.findall(r"\$\(PYTEST\) (.*)", rest) == ["-m slow"]
+    assert re.findall(r"\$\(PYTEST\) (.*)", rest) == ["-m slow --days $(DAYS)"]
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec make test-all")
