@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
     from leanfleet.export.torch_ops import normalized_linear_attention_ as normalized_linear_attention_
     from leanfleet.export.torch_ops import normalized_linear_attention_grad as normalized_linear_attention_grad
+    from leanfleet.export.torch_ops import rms_norm as rms_norm
     from leanfleet.export.torch_ops import sample_tokens as sample_tokens
     from leanfleet.export.torch_ops import sample_tokens_ as sample_tokens_
 
@@ -66,6 +67,7 @@ _HOMES = {
     "gated_delta_rule": "torch_ops",
     "gated_delta_rule_": "torch_ops",
     "gated_delta_rule_grad": "torch_ops",
+    "rms_norm": "torch_ops",
     "lean_attention": "torch_ops",
     "lean_attention_": "torch_ops",
     "merge_attention": "torch_ops",

@@ -1250,6 +1250,20 @@ def _silu(ops, x):
     return ops.Div(x, ops.Add(ops.Exp(ops.Neg(x)), 1.0))
 
 
+def _activated(ops, gate, activation):
+    if activation == "silu":
+        return _silu(ops, gate)
+    if activation == "relu":
+        return ops.Relu(gate)
+    if activation == "sigmoid":
+        return ops.Sigmoid(gate)
+    if activation == "gelu":
+        return ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
+    cubed = ops.Mul(ops.Mul(gate, gate), gate)
+    inner = ops.Mul(ops.Add(gate, ops.Mul(cubed, 0.044715)), math.sqrt(2 / math.pi))
+    return ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Tanh(inner), 1.0))
+
+
 def _gated_activation(ops, x, a, ranks):
     if x.up is not None:
         pair = _columns(ops, x.gate_up, a.columns, a.first_column, ops.size(x.up, 2)), x.up
@@ -1260,19 +1274,36 @@ def _gated_activation(ops, x, a, ranks):
         heads = ops.Concat([0, 0], ops.Shape(x.skip_scale), [-1], axis=0)
         part = ops.Mul(ops.Reshape(ops.float(x.skip), heads), ops.Unsqueeze(x.skip_scale, [-1]))
         up = ops.Add(up, ops.Reshape(part, ops.Shape(up)))
-    if a.activation == "silu":
-        active = _silu(ops, gate)
-    elif a.activation == "relu":
-        active = ops.Relu(gate)
-    elif a.activation == "sigmoid":
-        active = ops.Sigmoid(gate)
-    elif a.activation == "gelu":
-        active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
-    else:
-        cubed = ops.Mul(ops.Mul(gate, gate), gate)
-        inner = ops.Mul(ops.Add(gate, ops.Mul(cubed, 0.044715)), math.sqrt(2 / math.pi))
-        active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Tanh(inner), 1.0))
-    return [ops.CastLike(ops.Mul(active, up), x.gate_up)]
+    return [ops.CastLike(ops.Mul(_activated(ops, gate, a.activation), up), x.gate_up)]
+
+
+# RmsNorm
+
+
+def _rms_norm(ops, x, a, ranks):
+    """Rows with numbers above 1 are divided by the largest finite one first: squares may be beyond float32."""
+    width = ops.size(x.weight, 0)
+    rows = _columns(ops, x.input, a.columns, a.first_column, width)
+    if x.addend is not None:
+        rows = ops.CastLike(ops.Add(ops.float(rows), ops.float(x.addend)), x.input)
+    y, active = ops.float(rows), None
+    if x.gate is not None:
+        gate = ops.float(_columns(ops, x.gate, a.gate_columns, a.first_gate_column, width))
+        active = _activated(ops, gate, a.activation)
+    if active is not None and a.gate_first:
+        y = ops.Mul(y, active)
+    shape = ops.Shape(y)
+    parts = y
+    if a.group:
+        parts = ops.Reshape(y, ops.Concat([0, 0], ops.Div(width, [a.group]), [a.group], axis=0))
+    sizes = ops.Abs(parts)
+    most = ops.Max(ops.ReduceMax(ops.Where(ops.IsInf(sizes), 1.0, sizes), [-1]), 1.0)
+    parts = ops.Div(parts, most)
+    root = ops.Sqrt(ops.Add(ops.ReduceMean(ops.Mul(parts, parts), [-1]), ops.Div(ops.Div(a.epsilon, most), most)))
+    y = ops.Mul(ops.Reshape(ops.Div(parts, root), shape), x.weight)
+    if active is not None and not a.gate_first:
+        y = ops.Mul(y, active)
+    return [ops.CastLike(y, x.input)] + [ops.Identity(rows)] * a.return_sum
 
 
 # BlockLinear
@@ -1375,6 +1406,7 @@ _BODIES = {
     "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,
     "DecayGates": _decay_gates,
+    "RmsNorm": _rms_norm,
     "AllReduce": _all_reduce,
     "AllGather": _all_gather,
     "MergeAttention": _merge_attention,

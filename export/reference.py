@@ -1238,6 +1238,20 @@ def _columns(op, name, tensor, first, count, attribute="first_column"):
     return tensor[..., first : first + count]
 
 
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def _activated(op, gate, activation):
+    _check(activation in _ACTIVATIONS, f"{op}: activation is {activation!r}; expected one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation](gate)
+
+
 def causal_conv(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -1770,16 +1784,6 @@ def gated_activation(
         (skip is None) == (skip_scale is None), f"GatedActivation: {missing} is missing, {given} is given; give both or neither"
     )
     _check(skip is None or up is not None, "GatedActivation: skip needs up")
-    activations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-        "relu": torch.relu,
-        "sigmoid": torch.sigmoid,
-    }
-    _check(
-        activation in activations, f"GatedActivation: activation is {activation!r}; expected one of {', '.join(activations)}"
-    )
     gate, values = gate_up.unbind(2) if up is None else (gate_up, up)
     values = values.to(compute)
     if skip is not None and skip_scale is not None:
@@ -1789,7 +1793,7 @@ def gated_activation(
         _check(H > 0 and F % H == 0, f"GatedActivation: F = {F} is not a multiple of H = {H}")
         scales = skip_scale.to(compute).repeat_interleave(F // H)
         values = values + scales * skip.to(compute)
-    return ((activations[activation](gate.to(compute)) * values).to(gate_up.dtype),)
+    return ((_activated("GatedActivation", gate.to(compute), activation) * values).to(gate_up.dtype),)
 
 
 # BlockLinear
@@ -1858,6 +1862,78 @@ def block_linear(
 
 
 # DecayGates
+
+
+def rms_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    *,
+    epsilon: float = 1e-6,
+    group: int = 0,
+    activation: str = "silu",
+    gate_first: int = 0,
+    return_sum: int = 0,
+    columns: int = 0,
+    first_column: int = 0,
+    gate_columns: int = 0,
+    first_gate_column: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Rows over the root of their mean square, times weight F [C]: (output T [B,N,C],), with return_sum also input + addend.
+
+    input T [B,N,C], or with columns those from first_column on of a wider tensor, plus addend T [B,N,C], rounded to T. group:
+    so many columns are normalised together (0: all). gate T [B,N,C], or with gate_columns those from first_gate_column on:
+    activation(gate) is a factor of the output or, with gate_first, of what is normalised. Computed in float32, in float64 for
+    float64 inputs. Source: Zhang & Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4. Raises ValueError for
+    other shapes, a group that does not divide C, and attributes without what they are of.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        (y,) = reference.rms_norm(torch.full((1, 2, 8), 3.0), torch.ones(8), epsilon=0.0)
+        print(y.unique().tolist())  # [1.0]
+    """
+    op = "RmsNorm"
+    _check(weight.dim() == 1, f"{op}: weight has {weight.dim()} axes; expected 1")
+    for name, on, needed in (
+        ("return_sum", return_sum, addend is not None),
+        ("gate_first", gate_first, gate is not None),
+        ("gate_columns", gate_columns, gate is not None),
+        ("first_column", first_column, columns),
+        ("first_gate_column", first_gate_column, gate_columns),
+    ):
+        _check(not on or needed, f"{op}: {name} is {on} without what it is of")
+    width = len(weight)
+    _check(epsilon >= 0.0, f"{op}: epsilon is {epsilon}; expected 0 or more")
+    _check(group >= 0, f"{op}: group is {group}; expected 0 or more")
+    _check(group == 0 or width % group == 0, f"{op}: group is {group}, and weight has C = {width} columns")
+    if columns:
+        input = _columns(op, "input", input, first_column, width)
+    if gate is not None and gate_columns:
+        gate = _columns(op, "gate", gate, first_gate_column, width, "first_gate_column")
+    match, _, compute, _ = _begin(op, "bhnd", input, compute_dtype)
+    match("input", input, "T", "B N C")
+    match("weight", weight, "F", "C")
+    x = input
+    if addend is not None:
+        match("addend", addend, "T", "B N C")
+        x = (x.to(compute) + addend.to(compute)).to(input.dtype)
+    active = None
+    if gate is not None:
+        match("gate", gate, "T", "B N C")
+        _check(activation in ("silu", "sigmoid"), f"{op}: activation is {activation!r}; expected silu or sigmoid")
+        active = _activated(op, gate.to(compute), activation)
+    y = x.to(compute)
+    if active is not None and gate_first:
+        y = y * active
+    parts = y.unflatten(-1, (-1, group or max(width, 1)))
+    y = (parts * (parts.square().mean(-1, keepdim=True) + epsilon).rsqrt()).flatten(-2) * weight.to(compute)
+    if active is not None and not gate_first:
+        y = y * active
+    return (y.to(input.dtype), x) if return_sum else (y.to(input.dtype),)
 
 
 def decay_gates(

@@ -99,11 +99,12 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             )
             mixed = lf.causal_conv(x, self.taps, activation="silu")
             gates = lf.decay_gates(v[..., 0].transpose(1, 2).contiguous(), self.log_decay, return_step=True)
+            normed = lf.rms_norm(x, self.steps.new_ones(64), gate=mixed)
             projected = lf.block_linear(x, self.numbers, self.steps, round_input=True)
             parts = lf.all_gather(attended.unsqueeze(0)), lf.all_gather(lse.unsqueeze(0))
             exchanged = lf.all_reduce(attended), *lf.merge_attention(*parts)
             linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected, dq, dk, dv, dbeta
-            return attended, lse, keys, values, *linear, mixed, *gates, tokens, gated, projected, *exchanged
+            return attended, lse, keys, values, *linear, mixed, *gates, tokens, gated, normed, projected, *exchanged
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

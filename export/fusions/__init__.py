@@ -17,6 +17,7 @@ from leanfleet.export.fusions.drop_transposes import drop_transposes
 from leanfleet.export.fusions.fold_scales import fold_scales
 from leanfleet.export.fusions.fuse_decay_gates import fuse_decay_gates
 from leanfleet.export.fusions.fuse_gates import fuse_gates
+from leanfleet.export.fusions.fuse_norms import fuse_norms
 from leanfleet.export.fusions.fuse_residuals import fuse_residuals
 from leanfleet.export.fusions.fuse_rotary import fuse_rotary
 from leanfleet.export.fusions.fuse_rotated_halves import fuse_rotated_halves
@@ -57,6 +58,7 @@ PASSES: tuple[Pass, ...] = (
     drop_transposes,  # with the rotary encodings that stay outside
     attend_packed,
     pack_heads,  # attention of tokens first, after drop_transposes and attend_packed
+    fuse_norms,  # of gates and of parts that no pass before packs
     read_columns,  # of splits that later passes look for
     nest_splits,  # which side_by_side would not know
 )

@@ -23,6 +23,7 @@ FILES = [
     "operators/test_gated_delta_rule.py",
     "operators/test_causal_conv.py",
     "operators/test_decay_gates.py",
+    "operators/test_rms_norm.py",
     "operators/test_block_linear.py",
     "operators/test_errors.py",
     "runtimes/test_torch_ops.py",

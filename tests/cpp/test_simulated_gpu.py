@@ -23,6 +23,7 @@ from support import (
     key_decay_cases,
     linear_cases,
     merging_cases,
+    norm_cases,
     quantised_cases,
     ranks,
 )
@@ -84,6 +85,18 @@ def test_decay_gates(tmp_path, dtype):
     for seed, sizes in enumerate(gate_cases.SIZES):
         for inputs, attrs in gate_cases.calls(sizes, dtype, seed):
             gate_cases.assert_right(run_simulated(folder, gate_cases.NAME, inputs, attrs), inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", norm_cases.DTYPES, ids=str)
+def test_rms_norm(tmp_path, dtype):
+    folder = build(tmp_path, [norm_cases.NAME])
+    for seed, sizes in enumerate(norm_cases.SIZES):
+        for inputs, attrs in norm_cases.calls(sizes, dtype, seed):
+            norm_cases.assert_right(run_simulated(folder, norm_cases.NAME, inputs, attrs), inputs, attrs)
+    inputs, attrs = norm_cases.make((1, 2, 4096, 0), torch.float32)
+    inputs["input"] = torch.full_like(inputs["input"], 1e30)
+    found = run_simulated(folder, norm_cases.NAME, inputs, attrs)["output"]
+    torch.testing.assert_close(found, inputs["weight"].expand(1, 2, -1), rtol=1e-6, atol=0.0)
 
 
 @pytest.fixture(scope="module")

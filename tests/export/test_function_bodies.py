@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import block_cases, conv_cases, delta_cases, gate_cases, ort_models, sampling_cases
+from support import block_cases, conv_cases, delta_cases, gate_cases, norm_cases, ort_models, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -564,6 +564,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
         present, rank = list(inputs), None
     elif name == "DecayGates":
         inputs, attrs = gate_cases.make((2, 9, 3, None), torch.float32, lens=True)
+        present, rank = list(inputs), None
+    elif name == "RmsNorm":
+        inputs, attrs = norm_cases.make((2, 9, 30, 10), torch.float32, addend=True, gate=False)
         present, rank = list(inputs), None
     elif name in ("AllReduce", "AllGather"):
         inputs, attrs, present, rank = {"input": torch.randn(7)}, {}, ["input"], None

@@ -449,6 +449,7 @@ def test_each_pass_reports_how_often_it_applied():
         "drop_transposes": 1,
         "attend_packed": 0,
         "pack_heads": 1,
+        "fuse_norms": 0,
         "read_columns": 0,
         "nest_splits": 0,
     }
@@ -1005,6 +1006,91 @@ def test_gates_of_heads_without_tokens(whole):
     for rows in (x, x[:, :0]):
         found = torch.from_numpy(results(model, False, values=(rows,))[0])
         torch.testing.assert_close(found, Heads()(rows), rtol=1e-5, atol=1e-5)
+
+
+class NormedHeads(torch.nn.Module):
+    """A product of queries, what gates rows, keys of the same head size and others; norms of heads, one before the gate."""
+
+    def __init__(self, heads, width, others, dtype, wide_weight=False):
+        super().__init__()
+        self.heads, self.width, self.wide = heads, width, wide_weight
+        self.sizes = heads * width, heads * width, 2 * width, others
+        self.product = torch.nn.Linear(HIDDEN, sum(self.sizes), bias=False, dtype=dtype)
+        self.weights = torch.nn.ParameterList(torch.rand(width) + 0.5 for _ in range(3)).to(dtype)
+
+    def norm(self, x, weight):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * weight.float()).to(x.dtype) if self.wide else weight * wide.to(x.dtype)
+
+    def forward(self, x):
+        query, gate, key, others = self.product(x).split(self.sizes, -1)
+        query, key = (t.unflatten(-1, (-1, self.width)) for t in (query, key))
+        rows = (others[..., :1] * torch.arange(self.heads * self.width).to(x.dtype)).reshape(-1, self.width)
+        gated = self.norm(rows, self.weights[2]) * torch.nn.functional.silu(gate.reshape(-1, self.width))
+        normed = [self.norm(t, w) for t, w in zip((query, key), self.weights, strict=False)]
+        return *normed, gated.reshape(gate.shape), others + 1
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(("width", "others", "read"), ((8, 8, 3), (6, 3, 0)), ids=str)
+@pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
+def test_norms_of_heads_among_other_columns(dtype, width, others, read, wide):
+    """One kernel for a norm and the gate behind it; norms read queries and keys in the product if rows begin at 16 bytes."""
+    torch.manual_seed(3)
+    x, module = torch.randn(2, 5, HIDDEN).to(dtype), NormedHeads(4, width, others, dtype, wide)
+    counts, model = counts_of(module, x)
+    assert (counts["fuse_norms"], counts["read_columns"]) == (3, read)
+    assert kinds(model).count("RmsNorm") == 3 and not {"GatedActivation", "ReduceMean", "Pow"} & set(kinds(model))
+    exact = module.double()(x.double())
+    rounding = {torch.float32: 2e-6, torch.float16: 4e-3}.get(dtype)
+    for library in (True, False) if rounding else ():  # on CPUs onnxruntime has no products of bfloat16
+        for found, expected in zip(results(model, library, values=(x,)), exact, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found).double(), expected.detach(), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
+def test_sums_and_norms_in_bfloat16(wide):
+    """One kernel that gives both; in float16 and float32 they are SkipSimplifiedLayerNormalization."""
+
+    class Stream(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(HIDDEN).to(torch.bfloat16))
+
+        def forward(self, x, y):
+            total = x.to(torch.bfloat16) + y.to(torch.bfloat16)
+            wide_sum = total.float()
+            normed = wide_sum * torch.rsqrt(wide_sum.pow(2).mean(-1, keepdim=True) + 1e-5)
+            scaled = (normed * self.weight.float()).to(total.dtype) if wide else self.weight * normed.to(total.dtype)
+            return scaled.float(), total.float() * 2
+
+    module, (x, y) = Stream(), torch.randn(2, 2, 5, HIDDEN).to(torch.bfloat16).float()
+    counts, model = counts_of(module, x, y)
+    assert counts["fuse_norms"] == 1 and "RmsNorm" in kinds(model) and not {"Add", "ReduceMean"} & set(kinds(model))
+    for library in (True, False):
+        normed, doubled = results(model, library, values=(x, y))
+        assert torch.equal(torch.from_numpy(doubled), module(x, y)[1])
+        total = (x + y).to(torch.bfloat16).double()
+        exact = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * module.weight.double()
+        torch.testing.assert_close(torch.from_numpy(normed).double(), exact.detach(), rtol=2.0**-8, atol=0.0)
+
+
+def test_norms_that_others_read_stay():
+    """What is normalised, or the norm before its gate, is read by others too; a norm of something else than columns."""
+
+    class Shared(NormedHeads):
+        def forward(self, x):
+            query, gate, key, others = self.product(x).split(self.sizes, -1)
+            rows = self.norm((gate * 2).reshape(-1, self.width), self.weights[2])
+            gated = rows * torch.nn.functional.silu(others[..., : self.heads * self.width].reshape(-1, self.width))
+            return self.norm(query.unflatten(-1, (-1, self.width)), self.weights[0]), query, gated, rows, key
+
+    x, module = torch.randn(2, 5, HIDDEN), Shared(4, 8, 32, torch.float32)
+    counts, model = counts_of(module, x)
+    assert counts["fuse_norms"] == 0
+    for found, expected in zip(results(model, values=(x,)), module(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_gates_of_other_ranks_stay():

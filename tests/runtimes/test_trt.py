@@ -384,8 +384,8 @@ def test_decoders_build(kind, tmp_path):
 GATED = ["GatedActivation"]
 HYBRIDS = {  # gates of recurrent layers and attention, and of feed-forward layers or shared experts
     "qwen3-next": [
-        *(delta := ["CausalConv", "DecayGates", "GatedDeltaRule", *GATED, *GATED]),
-        *["LeanAttention", *GATED, *GATED],
+        *(delta := ["CausalConv", "DecayGates", "GatedDeltaRule", "RmsNorm", *GATED]),
+        *["RmsNorm", "RmsNorm", "LeanAttention", *GATED, *GATED],
         *delta,
     ],
     "bamba": ["CausalConv", "DecayGates", "CausalLinearDecay", *GATED, *GATED, "LeanAttention", *GATED],

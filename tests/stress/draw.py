@@ -329,13 +329,19 @@ def fit_attributes(attrs, sizes):
         attrs["second"] = min(max(attrs.get("second", 1), 1), sizes["C"] - attrs["first"] - 1)
         attrs["third"] = sizes["C"] - attrs["first"] - attrs["second"]
     if attrs.get("columns"):
-        if "W" not in sizes:  # DecayGates
-            wide = {"F": ("H", "first_column"), "C": ("H", "first_beta_column")}
-        else:
+        if "W" in sizes:
             wide = {"W": ("C" if "C" in sizes else "F", "first_column")}
+        elif "H" in sizes:  # DecayGates
+            wide = {"F": ("H", "first_column"), "C": ("H", "first_beta_column")}
+        else:  # RmsNorm
+            wide = {"F": ("C", "first_column")}
         for axis in wide.keys() & sizes.keys():  # DecayGates' C is of an optional input
             columns, first = wide[axis]
             sizes[axis] = max(sizes[axis], sizes[columns] + attrs.get(first, 0))
+    if attrs.get("gate_columns"):
+        sizes["I"] = max(sizes["I"], sizes["C"] + attrs.get("first_gate_column", 0))
+    if attrs.get("group"):
+        attrs["group"] = next(n for n in range(min(attrs["group"], sizes["C"]), 0, -1) if sizes["C"] % n == 0)
 
 
 # Simpler calls

@@ -164,6 +164,16 @@ VARIANTS = {
         (["bias", "beta_input"], {"per_key": 1, "return_step": 1, "return_beta": 1, "beta_scale": 2.0}, {"N": 40}),
         (["beta_input"], {"return_beta": 1, "columns": 1, "first_column": 9, "first_beta_column": 2}, {"F": 30, "C": 24}),
     ],
+    "RmsNorm": [
+        ([], {}, {}),
+        (["addend"], {"return_sum": 1, "epsilon": 1e-5}, {"C": 640}),
+        (["gate"], {"group": 5, "activation": "sigmoid"}, {"C": 40}),
+        (
+            ["addend", "gate"],
+            {"gate_first": 1, "columns": 1, "first_column": 8, "gate_columns": 1},
+            {"C": 24, "F": 40, "I": 32},
+        ),
+    ],
     "AllReduce": [([], {"communicator": "world"}, {})],
     "AllGather": [([], {"communicator": "world", "world": 1}, {})],
     "MergeAttention": [([], {}, {}), ([], {}, {"W": 1, "Dv": 64})],

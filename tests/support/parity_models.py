@@ -74,6 +74,7 @@ VARIANTS = {
         ({"beta_input"}, {"per_key": 1, "return_step": 1, "return_beta": 1, "step_max": 1.5}),
         ({"beta_input"}, {"return_beta": 1, "columns": 1, "first_column": 1}),
     ],
+    "RmsNorm": [({"addend", "gate"}, {"return_sum": 1}), ({"gate"}, {"gate_first": 1, "columns": 1, "gate_columns": 1})],
     "AllReduce": [(set(), {}), (set(), {})],
     "AllGather": [(set(), {}), (set(), {})],
     "MergeAttention": [(set(), {}), (set(), {})],
