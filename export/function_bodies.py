@@ -1300,7 +1300,10 @@ def _rms_norm(ops, x, a, ranks):
     most = ops.Max(ops.ReduceMax(ops.Where(ops.IsInf(sizes), 1.0, sizes), [-1]), 1.0)
     parts = ops.Div(parts, most)
     root = ops.Sqrt(ops.Add(ops.ReduceMean(ops.Mul(parts, parts), [-1]), ops.Div(ops.Div(a.epsilon, most), most)))
-    y = ops.Mul(ops.Reshape(ops.Div(parts, root), shape), x.weight)
+    divided = ops.Reshape(ops.Div(parts, root), shape)
+    if a.normed:
+        divided = ops.Concat(ops.Slice(divided, [0], [a.normed], [2]), ops.Slice(y, [a.normed], [2**31], [2]), axis=2)
+    y = ops.Mul(divided, x.weight)
     if active is not None and not a.gate_first:
         y = ops.Mul(y, active)
     return [ops.CastLike(y, x.input)] + [ops.Identity(rows)] * a.return_sum

@@ -1872,6 +1872,7 @@ def rms_norm(
     *,
     epsilon: float = 1e-6,
     group: int = 0,
+    normed: int = 0,
     activation: str = "silu",
     gate_first: int = 0,
     return_sum: int = 0,
@@ -1884,7 +1885,8 @@ def rms_norm(
     """Rows over the root of their mean square, times weight F [C]: (output T [B,N,C],), with return_sum also input + addend.
 
     input T [B,N,C], or with columns those from first_column on of a wider tensor, plus addend T [B,N,C], rounded to T. group:
-    so many columns are normalised together (0: all). gate T [B,N,C], or with gate_columns those from first_gate_column on:
+    so many columns are normalised together (0: all). normed: the first columns that are, a multiple of group (0: all); the
+    others are multiplied by their weight alone. gate T [B,N,C], or with gate_columns those from first_gate_column on:
     activation(gate) is a factor of the output or, with gate_first, of what is normalised. Computed in float32, in float64 for
     float64 inputs. Source: Zhang & Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4. Raises ValueError for
     other shapes, a group that does not divide C, and attributes without what they are of.
@@ -1899,6 +1901,7 @@ def rms_norm(
     op = "RmsNorm"
     _check(weight.dim() == 1, f"{op}: weight has {weight.dim()} axes; expected 1")
     for name, on, needed in (
+        ("normed", normed, group),
         ("return_sum", return_sum, addend is not None),
         ("gate_first", gate_first, gate is not None),
         ("gate_columns", gate_columns, gate is not None),
@@ -1910,6 +1913,8 @@ def rms_norm(
     _check(epsilon >= 0.0, f"{op}: epsilon is {epsilon}; expected 0 or more")
     _check(group >= 0, f"{op}: group is {group}; expected 0 or more")
     _check(group == 0 or width % group == 0, f"{op}: group is {group}, and weight has C = {width} columns")
+    fits = normed == 0 or (0 < normed <= width and normed % group == 0)
+    _check(fits, f"{op}: normed is {normed}; expected a multiple of group = {group}, and at most C = {width}")
     if columns:
         input = _columns(op, "input", input, first_column, width)
     if gate is not None and gate_columns:
@@ -1930,7 +1935,8 @@ def rms_norm(
     if active is not None and gate_first:
         y = y * active
     parts = y.unflatten(-1, (-1, group or max(width, 1)))
-    y = (parts * (parts.square().mean(-1, keepdim=True) + epsilon).rsqrt()).flatten(-2) * weight.to(compute)
+    divided = (parts * (parts.square().mean(-1, keepdim=True) + epsilon).rsqrt()).flatten(-2)
+    y = torch.cat((divided[..., : normed or None], y[..., normed or width :]), -1) * weight.to(compute)
     if active is not None and not gate_first:
         y = y * active
     return (y.to(input.dtype), x) if return_sum else (y.to(input.dtype),)

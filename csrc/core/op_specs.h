@@ -332,23 +332,24 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace rms_norm {
 enum Input { kInput, kWeight, kAddend, kGate };
 enum Output { kOutOutput, kOutSum };
-enum Attr { kAttrEpsilon, kAttrGroup, kAttrActivation, kAttrGateFirst, kAttrReturnSum, kAttrColumns, kAttrFirstColumn, kAttrGateColumns, kAttrFirstGateColumn };
+enum Attr { kAttrEpsilon, kAttrGroup, kAttrNormed, kAttrActivation, kAttrGateFirst, kAttrReturnSum, kAttrColumns, kAttrFirstColumn, kAttrGateColumns, kAttrFirstGateColumn };
 enum Dim { kDimB, kDimN, kDimF, kDimC, kDimI };
 enum Activation { kActivationSilu, kActivationSigmoid };
 inline constexpr const char* kActivationValues[] = {"silu", "sigmoid"};
 inline constexpr TensorSpec kInputs[] = {
-    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 5}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 6}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"weight", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{3, 0, -1, 0}}}}},
     {"addend", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"gate", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 7}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {4, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"gate", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kAttr, 8}}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {4, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"sum", TypeVar::kT, false, -1, -1, -1, 1, {4}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"sum", TypeVar::kT, false, -1, -1, -1, 1, {5}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"epsilon", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"group", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normed", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1, nullptr},
     {"gate_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
     {"return_sum", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
@@ -358,14 +359,15 @@ inline constexpr AttrSpec kAttrs[] = {
     {"first_gate_column", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 2}}, 0},
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 3}, {RefKind::kInput, 3}}, 0},
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 6}, {RefKind::kAttr, 5}}, 0},
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kInput, 3}}, 0},
-    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kAttr, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kAttr, 1}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 5}, {RefKind::kInput, 2}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kAttr, 6}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 9}, {RefKind::kAttr, 8}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "N", "F", "C", "I"};
-inline constexpr OpSpec kSpec = {"RmsNorm", 1, 4, 2, 9, 5, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+inline constexpr OpSpec kSpec = {"RmsNorm", 1, 4, 2, 10, 6, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace rms_norm
 

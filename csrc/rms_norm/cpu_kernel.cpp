@@ -73,7 +73,8 @@ template <class T>
 void units_of(const Args& args, int64_t begin, int64_t end) {
   for (int64_t index = begin; index < end; ++index) {
     const Unit<T> unit = unit_at<T>(args, index);
-    const float factor = factor_of(args, unit);
+    const bool divided = unit.weight - args.weight < args.normed;
+    const float factor = divided ? factor_of(args, unit) : 1.0f;
     const bool gate_last = unit.gate != nullptr && !args.gate_first;
     for (int64_t i = 0; i < args.group; i += kLanes) {
       const int64_t left = args.group - i;

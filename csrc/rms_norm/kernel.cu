@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(kThreads, kTeam > 32  ? 2
       squares = over_team<kTeam>(squares, shared, add);
       if (lost) factor = scale / sqrtf(squares / count + args.epsilon * scale * scale);
     }
+    if (unit.weight >= args.normed) factor = 1.0f;
     if (exists) {
 #pragma unroll
       for (int j = 0; j < kHeld; ++j)

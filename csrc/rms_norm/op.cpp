@@ -24,6 +24,10 @@ Status check_sizes(const Call& call) {
   if (group != 0 && width % group != 0)
     return call.invalid("group is " + std::to_string(group) + ", and weight has C = " + std::to_string(width) +
                         " columns; expected a multiple of group");
+  const int64_t normed = call.attrs[kAttrNormed].i;
+  if (normed != 0 && (normed % group != 0 || normed > width))
+    return call.invalid("normed is " + std::to_string(normed) + "; expected a multiple of group = " + std::to_string(group) +
+                        ", and at most C = " + std::to_string(width));
   if (call.attrs[kAttrColumns].i != 0) {
     const Status status = check_columns(call, "input", call.attrs[kAttrFirstColumn].i, width, call.dims[kDimF]);
     if (!status.ok()) return status;
@@ -47,6 +51,7 @@ Args make_args(const Call& call) {
   args.width = args.input_pitch = args.gate_pitch = call.dims[kDimC];
   const int64_t group = call.attrs[kAttrGroup].i;
   args.group = group == 0 ? args.width : group;
+  args.normed = call.attrs[kAttrNormed].i == 0 ? args.width : call.attrs[kAttrNormed].i;
   args.epsilon = call.attrs[kAttrEpsilon].f;
   if (call.attrs[kAttrColumns].i != 0) {
     args.input = columns_of(call.inputs[kInput], call.attrs[kAttrFirstColumn].i);

@@ -19,6 +19,7 @@ struct Args {
   Kind activation;
   bool gate_first;
   int64_t rows, width, group, input_pitch, gate_pitch;
+  int64_t normed;  // columns, a multiple of group: the others are not divided
   float epsilon;
 };
 

@@ -25,6 +25,7 @@ from leanfleet.export.fusions.graph import MICROSOFT, set_function
 from leanfleet.export.fusions.merge_splits import merge_splits
 from leanfleet.export.fusions.narrow_norms import narrow_norms
 from leanfleet.export.fusions.nest_splits import nest_splits
+from leanfleet.export.fusions.norm_products import norm_products
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.plain_softplus import plain_softplus
@@ -52,6 +53,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_decay_gates,  # of plain softpluses
     narrow_norms,  # that divide by roots
     fuse_residuals,  # norms that divide by roots
+    norm_products,  # likewise
     fuse_rotary,
     fuse_rotated_halves,  # for models without nodes of fuse_rotary
     rotate_inside,  # nodes of fuse_rotary

@@ -1,93 +1,24 @@
 """RMS norms with a gate behind them, of columns of a wider product, and of sums in bfloat16 -> RmsNorm."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.fuse_residuals import over_root_mean_square
-from leanfleet.export.fusions.graph import adder, column_sizes, constant, named, new_initializer, producer, read_by, take_over
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+from leanfleet.export.fusions.graph import adder, column_sizes, named, producer, read_by, take_over
+from leanfleet.export.fusions.norms import Norm, Weights, find_norm, width_of
 
 
-class _Norm:
-    """node: gives the norm of x's last axis, times weight [D]; readers: the nodes of it that read x."""
-
-    def __init__(self, node: ir.Node, x: ir.Value, weight: ir.Value, epsilon: float, readers: Sequence[ir.Node]):
-        self.node, self.x, self.weight, self.epsilon, self.readers = node, x, weight, epsilon, readers
-        self.output = node.outputs[0]
-
-
-def _norm(node: ir.Node) -> _Norm | None:
-    """The norm that a node gives: a product with a weight of x's type or of float32, perhaps cast to x's type; else None."""
-    product = producer(node.inputs[0], "Mul") if node.op_type == "Cast" else node
-    if node.domain != "" or product is None or product.op_type != "Mul":
-        return None
-    if product is not node and not read_by(product.outputs[0], node):
-        return None
-    for weight, normed in (product.inputs, tuple(reversed(product.inputs))):
-        array = constant(weight)
-        cast = producer(normed, "Cast")
-        found = over_root_mean_square(cast.inputs[0] if cast is not None else normed)
-        if weight is None or array is None or array.ndim != 1 or found is None:
-            continue
-        widened = producer(found[0], "Cast")
-        x = widened.inputs[0] if widened is not None else found[0]
-        if x is None or x.shape is None or x.dtype not in _TYPES or x.dtype != node.outputs[0].dtype:
-            continue
-        quotient = cast.inputs[0] if cast is not None else normed
-        if normed is None or quotient is None or found[0].dtype != ir.DataType.FLOAT:
-            continue
-        if not read_by(normed, product) or not (cast is None or read_by(quotient, cast)):
-            continue  # what is over the root has other readers, for whom it would stay
-        squares = [n for n in (use.node for use in found[0].uses()) if n.op_type in ("Pow", "Mul") and _is_averaged(n)]
-        inside = [*squares, quotient.producer()]
-        if len(x.shape) in (2, 3, 4) and x.shape[-1] == len(array):
-            return _Norm(node, x, weight, found[1], inside if widened is None else [widened])
-    return None
-
-
-def _is_averaged(node: ir.Node) -> bool:
-    return all(use.node.op_type == "ReduceMean" for use in node.outputs[0].uses())
-
-
-class _Weights:
-    """Weights [C] in float32, of C / D times the same [D]."""
-
-    def __init__(self, graph: ir.Graph):
-        self.graph = graph
-        self.made: dict[tuple[ir.Value, int], ir.Value] = {}
-
-    def of(self, norm: _Norm, width: int) -> ir.Value:
-        key = norm.weight, width
-        if key not in self.made:
-            array = constant(norm.weight)
-            assert array is not None
-            rows = np.tile(array.astype(np.float32), width // len(array))
-            self.made[key] = new_initializer(self.graph, norm.weight, f"of_{width}", rows, ir.DataType.FLOAT)
-        return self.made[key]
-
-
-def _width(value: ir.Value | None) -> int | None:
-    """C of a value [B,N,C], where it is known."""
-    shape = None if value is None else value.shape
-    return shape[2] if shape is not None and len(shape) == 3 and isinstance(shape[2], int) else None
-
-
-def _fuse_gate(graph: ir.Graph, gated: ir.Node, weights: _Weights) -> bool:
+def _fuse_gate(graph: ir.Graph, gated: ir.Node, weights: Weights) -> bool:
     """A gate behind a norm of its heads, or of its rows. Whether it was done."""
     kind = gated.attributes.get_string("activation", "silu")
     if kind not in ("silu", "sigmoid"):
         return False
     gate, up = [*gated.inputs, None][:2]
-    if len(gated.inputs) > 2 or gated.attributes.get_int("columns", 0) != 0 or up is None or (width := _width(gate)) is None:
+    if len(gated.inputs) > 2 or gated.attributes.get_int("columns", 0) != 0 or up is None or (width := width_of(gate)) is None:
         return False
     seen = producer(up, "Reshape")
     normed = seen.inputs[0] if seen is not None else up
     made = normed.producer() if normed is not None else None
-    norm = _norm(made) if made is not None else None
+    norm = find_norm(made) if made is not None else None
     if (
         norm is None
         or not read_by(norm.output, seen or gated)
@@ -106,7 +37,7 @@ def _fuse_gate(graph: ir.Graph, gated: ir.Node, weights: _Weights) -> bool:
     new = op(
         "RmsNorm",
         x,
-        weights.of(norm, width),
+        weights.of((norm, width)),
         None,
         gate,
         domain=spec.DOMAIN,
@@ -119,22 +50,22 @@ def _fuse_gate(graph: ir.Graph, gated: ir.Node, weights: _Weights) -> bool:
     return True
 
 
-def _part(norm: _Norm) -> ir.Value | None:
+def _part(norm: Norm) -> ir.Value | None:
     """The part [B,N,C] of a Split whose rows, or their heads, a norm alone reads; None where there is none."""
     reshape = producer(norm.x, "Reshape")
     value = reshape.inputs[0] if reshape is not None else norm.x
     split = producer(value, "Split")
-    if split is None or value is None or column_sizes(split) is None or _width(value) is None:
+    if split is None or value is None or column_sizes(split) is None or width_of(value) is None:
         return None
     if reshape is not None and not read_by(value, reshape):
         return None
     return value if read_by(norm.x, *norm.readers) else None
 
 
-def _fuse_part(graph: ir.Graph, norm: _Norm, weights: _Weights) -> bool:
+def _fuse_part(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:
     """A norm of columns of a product. Whether it was done."""
     part = _part(norm)
-    shape, width = norm.output.shape, _width(part)
+    shape, width = norm.output.shape, width_of(part)
     if part is None or part.shape is None or width is None or shape is None or norm.x.shape is None:
         return False
     if list(shape) != list(norm.x.shape) or list(shape[:2]) != list(part.shape[:2]) or not named(shape):
@@ -147,16 +78,16 @@ def _fuse_part(graph: ir.Graph, norm: _Norm, weights: _Weights) -> bool:
         return False
     op = adder(graph, norm.node)
     attributes = dict(epsilon=norm.epsilon, group=0 if group == width else group)
-    new = op("RmsNorm", part, weights.of(norm, width), domain=spec.DOMAIN, **attributes)
+    new = op("RmsNorm", part, weights.of((norm, width)), domain=spec.DOMAIN, **attributes)
     new.type, new.shape = part.type, part.shape
     take_over(norm.output, op("Reshape", new, op("Constant", value_ints=[0, 0, shape[2], group])) if heads else new)
     graph.remove(norm.node, safe=True)
     return True
 
 
-def _fuse_sum(graph: ir.Graph, norm: _Norm, weights: _Weights) -> bool:
+def _fuse_sum(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:
     """A sum in bfloat16 and its norm, for which ONNX Runtime has two kernels. Whether it was done."""
-    total, width = producer(norm.x, "Add"), _width(norm.x)
+    total, width = producer(norm.x, "Add"), width_of(norm.x)
     if total is None or width is None or norm.x.dtype != ir.DataType.BFLOAT16 or norm.x.is_graph_output():
         return False
     shapes = [value.shape if value is not None else None for value in (norm.x, norm.output, *total.inputs)]
@@ -164,7 +95,7 @@ def _fuse_sum(graph: ir.Graph, norm: _Norm, weights: _Weights) -> bool:
         return False
     x, addend = total.inputs
     attributes = {"epsilon": norm.epsilon, "return_sum": 1}
-    fused = ir.node("RmsNorm", [x, weights.of(norm, width), addend], attributes, domain=spec.DOMAIN, num_outputs=2)
+    fused = ir.node("RmsNorm", [x, weights.of((norm, width)), addend], attributes, domain=spec.DOMAIN, num_outputs=2)
     graph.insert_before(total, fused)
     take_over(norm.output, fused.outputs[0])
     take_over(norm.x, fused.outputs[1])
@@ -177,12 +108,12 @@ def fuse_norms(model: ir.Model, positions: int | None = None) -> int:
     and norms of queries and keys read them where their product puts them: read_columns finds RmsNorm there. Weights are
     float32. After fuse_gates, fuse_residuals and pack_heads, before read_columns. Returns how many.
     """
-    graph, weights, count = model.graph, _Weights(model.graph), 0
+    graph, weights, count = model.graph, Weights(model.graph), 0
     for node in list(graph):
         if (node.domain, node.op_type) == (spec.DOMAIN, "GatedActivation"):
             count += _fuse_gate(graph, node, weights)
     for node in list(graph):
-        if node.graph is graph and (norm := _norm(node)) is not None:
+        if node.graph is graph and (norm := find_norm(node)) is not None:
             count += _fuse_part(graph, norm, weights) or _fuse_sum(graph, norm, weights)
     if count:
         model.opset_imports.setdefault(spec.DOMAIN, 1)

@@ -1049,6 +1049,55 @@ def test_norms_of_heads_among_other_columns(dtype, width, others, read, wide):
             torch.testing.assert_close(torch.from_numpy(found).double(), expected.detach(), rtol=rounding, atol=rounding)
 
 
+class NormedProduct(NormedHeads):
+    """Queries, keys and values of one product, the first two normalised by head."""
+
+    def __init__(self, dtype, values=16, wide_weight=False):
+        super().__init__(4, 8, values - 32, dtype, wide_weight)  # sizes: 32, 32, 16, values - 32
+        self.parts = 32, 16, 32 + values
+
+    def forward(self, x):
+        query, key, values = self.product(x).split(self.parts, -1)
+        query, key = (t.unflatten(-1, (-1, self.width)) for t in (query, key))
+        normed = [self.norm(t, w) for t, w in zip((query, key), self.weights, strict=False)]
+        return *(t.transpose(1, 2) for t in normed), values
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
+def test_norms_of_queries_and_keys_of_a_product(dtype, wide):
+    """One kernel for both, and values come out of it as they are."""
+    torch.manual_seed(4)
+    x, module = torch.randn(2, 5, HIDDEN).to(dtype), NormedProduct(dtype, 32, wide)
+    counts, model = counts_of(module, x)
+    assert (counts["norm_products"], counts["fuse_norms"]) == (1, 0)
+    assert kinds(model).count("RmsNorm") == 1 and not {"ReduceMean", "Pow", "Sqrt"} & set(kinds(model))
+    exact = module.double()(x.double())
+    rounding = {torch.float32: 2e-6, torch.float16: 4e-3}.get(dtype)
+    for library in (True, False) if rounding else ():
+        for found, expected in zip(results(model, library, values=(x,)), exact, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found).double(), expected.detach(), rtol=rounding, atol=rounding)
+
+
+def test_norms_of_a_product_that_do_not_fit_together():
+    """Of another epsilon; of a part that is read as it is too; values that are no heads."""
+
+    class Apart(NormedProduct):
+        def norm(self, x, weight):
+            return super().norm(x, weight) if weight is self.weights[0] else super().norm(2 * x, weight)
+
+    class Shared(NormedProduct):
+        def forward(self, x):
+            return *super().forward(x), self.product(x)[..., :32]
+
+    for module in (Apart(torch.float32, 32), Shared(torch.float32, 32), NormedProduct(torch.float32, 35)):
+        x = torch.randn(2, 5, HIDDEN)
+        counts, model = counts_of(module, x)
+        assert counts["norm_products"] == 0
+        for found, expected in zip(results(model, values=(x,)), module(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
 def test_sums_and_norms_in_bfloat16(wide):
     """One kernel that gives both; in float16 and float32 they are SkipSimplifiedLayerNormalization."""

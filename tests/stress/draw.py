@@ -342,6 +342,8 @@ def fit_attributes(attrs, sizes):
         sizes["I"] = max(sizes["I"], sizes["C"] + attrs.get("first_gate_column", 0))
     if attrs.get("group"):
         attrs["group"] = next(n for n in range(min(attrs["group"], sizes["C"]), 0, -1) if sizes["C"] % n == 0)
+        if attrs.get("normed"):
+            attrs["normed"] = max(1, min(attrs["normed"], sizes["C"]) // attrs["group"]) * attrs["group"]
 
 
 # Simpler calls

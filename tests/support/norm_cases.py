@@ -31,6 +31,8 @@ def make(sizes, dtype, seed=0, addend=False, gate=None):
     inputs["input"] *= 10.0 ** torch.randint(-3, 3, (B, N, 1), generator=random)
     inputs["input"] = inputs["input"].to(dtype)
     attrs = {"group": group, "epsilon": (1e-6, 1e-5, 0.1)[seed % 3]}
+    if group and seed % 2:
+        attrs["normed"] = group * (C // group + 1) // 2 // group * group
     if addend:
         inputs["addend"] = torch.randn(B, N, C, generator=random).to(dtype)
         attrs["return_sum"] = int(seed % 2 == 0)

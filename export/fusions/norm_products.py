@@ -1,0 +1,59 @@
+"""Norms of the queries and keys of a product -> one RmsNorm of the product, whose values stay as they are."""
+
+import onnx_ir as ir
+
+from leanfleet import spec
+from leanfleet.export.fusions.graph import adder, column_sizes, read_by
+from leanfleet.export.fusions.norms import Norm, Weights, find_norm, width_of
+
+
+def _of_heads(part: ir.Value) -> Norm | None:
+    """The norm of each D columns that alone reads a part [B,N,H D] of a product; else None."""
+    readers = [use.node for use in part.uses() if use.node.op_type != "Shape"]
+    seen = readers[0] if len(readers) == 1 and readers[0].op_type == "Reshape" else None
+    if seen is None or part.is_graph_output():
+        return None
+    x = seen.outputs[0]
+    for norm in _norms_behind(x):
+        if norm.x is x and read_by(x, *norm.readers):
+            return norm
+    return None
+
+
+def _norms_behind(x: ir.Value) -> list[Norm]:
+    """Norms that end within five nodes behind x: a cast, the quotient, a cast, the product with a weight, a cast."""
+    found, values = [], [x]
+    for _ in range(5):
+        nodes = {use.node for value in values for use in value.uses() if use.node.op_type in ("Cast", "Div", "Mul")}
+        found += [norm for node in nodes if (norm := find_norm(node)) is not None]
+        values = [node.outputs[0] for node in nodes]
+    return found
+
+
+def norm_products(model: ir.Model, positions: int | None = None) -> int:
+    """Where queries and keys are normalised by head (Qwen3, Gemma 3), their product is, once for both: what reads queries,
+    keys and values side by side finds them so. After divide_by_roots and merge_splits, before fuse_rotary. Returns the number
+    of products.
+    """
+    graph, weights, count = model.graph, Weights(model.graph), 0
+    for split in [n for n in graph if n.op_type == "Split" and n.domain == "" and len(n.outputs) == 3]:
+        sizes, product = column_sizes(split), split.inputs[0]
+        width = width_of(product)
+        query, key = (_of_heads(part) for part in split.outputs[:2])
+        if sizes is None or product is None or width is None or query is None or key is None:
+            continue
+        heads = {norm.weight.shape[0] if norm.weight.shape is not None else None for norm in (query, key)}
+        (group,) = heads if len(heads) == 1 else (None,)
+        if not isinstance(group, int) or group == 0 or any(n % group != 0 for n in sizes) or query.epsilon != key.epsilon:
+            continue
+        weight = weights.of((query, sizes[0]), (key, sizes[1]), ones=sizes[2])
+        attributes = dict(epsilon=query.epsilon, group=group, normed=sizes[0] + sizes[1])
+        new = adder(graph, split)("RmsNorm", product, weight, domain=spec.DOMAIN, **attributes)
+        new.type, new.shape = product.type, product.shape
+        split.replace_input_with(0, new)
+        for norm in (query, key):
+            norm.output.replace_all_uses_with(norm.x)
+        count += 1
+    if count:
+        model.opset_imports.setdefault(spec.DOMAIN, 1)
+    return count
