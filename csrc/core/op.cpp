@@ -216,8 +216,12 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       for (int i = 1; i < rule.num_args; ++i) {
         if (is_on(call, args[i])) return {};
         needed += i > 1 ? ", or " : "";
-        needed += args[i].kind == RefKind::kInput ? "input " + ref_name(call, args[i]) + ", which is missing"
-                                                  : ref_name(call, args[i]) + " = 1; found " + ref_state(call, args[i]);
+        if (args[i].kind == RefKind::kInput) {
+          needed += "input " + ref_name(call, args[i]) + ", which is missing";
+        } else {
+          const bool counts = op.attrs[args[i].index].type == AttrType::kInt;
+          needed += ref_name(call, args[i]) + (counts ? " = 1 or more" : " = 1") + "; found " + ref_state(call, args[i]);
+        }
       }
       return call.invalid(ref_state(call, args[0]) + " needs " + needed);
     }

@@ -15,7 +15,7 @@ def _of_heads(part: ir.Value) -> Norm | None:
         return None
     x = seen.outputs[0]
     for norm in _norms_behind(x):
-        if norm.x is x and read_by(x, *norm.readers):
+        if norm.x is x and read_by(x, *norm.readers) and not norm.output.is_graph_output():
             return norm
     return None
 

@@ -49,7 +49,8 @@ def find_norm(node: ir.Node) -> Norm | None:
 
 
 def _is_averaged(node: ir.Node) -> bool:
-    return all(use.node.op_type == "ReduceMean" for use in node.outputs[0].uses())
+    readers = {use.node.op_type for use in node.outputs[0].uses()}
+    return readers == {"ReduceMean"} and not node.outputs[0].is_graph_output()
 
 
 class Weights:

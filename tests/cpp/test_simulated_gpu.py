@@ -79,23 +79,31 @@ def test_gated_activation(gated_activation, dtype):
                 torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
 
 
+@pytest.fixture(scope="module")
+def decay_gates(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), [gate_cases.NAME])
+
+
 @pytest.mark.parametrize("dtype", gate_cases.DTYPES, ids=str)
-def test_decay_gates(tmp_path, dtype):
-    folder = build(tmp_path, [gate_cases.NAME])
+def test_decay_gates(decay_gates, dtype):
     for seed, sizes in enumerate(gate_cases.SIZES):
         for inputs, attrs in gate_cases.calls(sizes, dtype, seed):
-            gate_cases.assert_right(run_simulated(folder, gate_cases.NAME, inputs, attrs), inputs, attrs)
+            gate_cases.assert_right(run_simulated(decay_gates, gate_cases.NAME, inputs, attrs), inputs, attrs)
+
+
+@pytest.fixture(scope="module")
+def rms_norm(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), [norm_cases.NAME])
 
 
 @pytest.mark.parametrize("dtype", norm_cases.DTYPES, ids=str)
-def test_rms_norm(tmp_path, dtype):
-    folder = build(tmp_path, [norm_cases.NAME])
+def test_rms_norm(rms_norm, dtype):
     for seed, sizes in enumerate(norm_cases.SIZES):
         for inputs, attrs in norm_cases.calls(sizes, dtype, seed):
-            norm_cases.assert_right(run_simulated(folder, norm_cases.NAME, inputs, attrs), inputs, attrs)
+            norm_cases.assert_right(run_simulated(rms_norm, norm_cases.NAME, inputs, attrs), inputs, attrs)
     inputs, attrs = norm_cases.make((1, 2, 4096, 0), torch.float32)
     inputs["input"] = torch.full_like(inputs["input"], 1e30)
-    found = run_simulated(folder, norm_cases.NAME, inputs, attrs)["output"]
+    found = run_simulated(rms_norm, norm_cases.NAME, inputs, attrs)["output"]
     torch.testing.assert_close(found, inputs["weight"].expand(1, 2, -1), rtol=1e-6, atol=0.0)
 
 

@@ -443,6 +443,7 @@ def test_each_pass_reports_how_often_it_applied():
         "fuse_decay_gates": 0,
         "narrow_norms": 0,
         "fuse_residuals": 0,
+        "norm_products": 0,
         "fuse_rotary": 2,
         "fuse_rotated_halves": 0,
         "rotate_inside": 1,
@@ -1054,7 +1055,7 @@ class NormedProduct(NormedHeads):
 
     def __init__(self, dtype, values=16, wide_weight=False):
         super().__init__(4, 8, values - 32, dtype, wide_weight)  # sizes: 32, 32, 16, values - 32
-        self.parts = 32, 16, 32 + values
+        self.parts = 32, 16, values
 
     def forward(self, x):
         query, key, values = self.product(x).split(self.parts, -1)
@@ -1080,15 +1081,23 @@ def test_norms_of_queries_and_keys_of_a_product(dtype, wide):
 
 
 def test_norms_of_a_product_that_do_not_fit_together():
-    """Of another epsilon; of a part that is read as it is too; values that are no heads."""
+    """Of other epsilons; queries that are read as they are too; values that are no heads."""
 
     class Apart(NormedProduct):
         def norm(self, x, weight):
-            return super().norm(x, weight) if weight is self.weights[0] else super().norm(2 * x, weight)
+            epsilon = 1e-5 if weight is self.weights[0] else 1e-3
+            return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
     class Shared(NormedProduct):
         def forward(self, x):
-            return *super().forward(x), self.product(x)[..., :32]
+            query, key, values = self.product(x).split(self.parts, -1)
+            heads = query.unflatten(-1, (-1, self.width))
+            return (
+                self.norm(heads, self.weights[0]),
+                heads * 2,
+                self.norm(key.unflatten(-1, (-1, self.width)), self.weights[1]),
+                values,
+            )
 
     for module in (Apart(torch.float32, 32), Shared(torch.float32, 32), NormedProduct(torch.float32, 35)):
         x = torch.randn(2, 5, HIDDEN)

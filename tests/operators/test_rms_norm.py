@@ -88,7 +88,7 @@ def test_in_pytorch():
     (
         ({"weight": torch.ones(4)}, r"weight has shape \[4\]: axis 0 of \[C\] is 4; expected 6"),
         ({"group": 4}, "group is 4, and weight has C = 6 columns; expected a multiple of group"),
-        ({"normed": 2}, "normed = 2 needs group, which is 0"),
+        ({"normed": 2}, "normed = 2 needs group = 1 or more; found group = 0"),
         ({"group": 2, "normed": 3}, "normed is 3; expected a multiple of group = 2, and at most C = 6"),
         ({"group": 2, "normed": 8}, "normed is 8; expected a multiple of group = 2, and at most C = 6"),
         ({"return_sum": True}, "return_sum = 1 needs input addend, which is missing"),
