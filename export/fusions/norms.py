@@ -42,9 +42,10 @@ def find_norm(node: ir.Node) -> Norm | None:
         if not read_by(normed, product) or not (cast is None or read_by(quotient, cast)):
             continue  # what is over the root has other readers, for whom it would stay
         squares = [n for n in (use.node for use in found[0].uses()) if n.op_type in ("Pow", "Mul") and _is_averaged(n)]
-        inside = [*squares, quotient.producer()]
+        divided = quotient.producer()
+        inside = [widened] if widened is not None else [*squares, *([divided] if divided is not None else [])]
         if len(x.shape) in (2, 3, 4) and x.shape[-1] == len(array):
-            return Norm(node, x, weight, found[1], inside if widened is None else [widened])
+            return Norm(node, x, weight, found[1], inside)
     return None
 
 
