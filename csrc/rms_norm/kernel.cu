@@ -187,13 +187,14 @@ __global__ void __launch_bounds__(kThreads, kTeam > 32  ? 2
     }
     // What is not kept, one after the other.
     const auto for_others = [&](auto&& take) {
-      if (kTeam <= 32) return;  // launch_type has them keep all
+      if constexpr (kTeam > 32) {  // launch_type has smaller teams keep all
 #pragma unroll 1
-      for (int64_t column = behind; column < group; column += kStep) {
-        C columns;
-        columns.load(args, unit, column);
-        columns.make(args, unit, column, exists);
-        take(columns, column);
+        for (int64_t column = behind; column < group; column += kStep) {
+          C columns;
+          columns.load(args, unit, column);
+          columns.make(args, unit, column, exists);
+          take(columns, column);
+        }
       }
     };
     for_others([&](const C& columns, int64_t) { squares = columns.squares(squares); });
