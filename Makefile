@@ -1,7 +1,7 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run the quick tests
 # make test-all   the same with the kernels as they ship, then of the tests that are marked slow those whose turn it is: each has
-#                 one every three days. DAYS=1 runs all of them
+#                 one every four days. DAYS=1 runs all of them
 # make stress draw calls of all operators, files, processes and launches on a GPU for STRESS_SECONDS and judge what comes of them
 # make docs   build the documentation into build/site
 # make audit  look the installed packages up among the known vulnerabilities
@@ -49,7 +49,7 @@ test: setup
 	$(BIN)/python csrc/time_compile.py --report build/$(if $(filter yes,$(QUICK)),quick-)py3*/compile_times.jsonl
 	$(PYTEST) -m "not slow"
 
-DAYS ?= 3
+DAYS ?= 4
 test-all: test
 	$(PYTEST) -m slow --days $(DAYS)
 
