@@ -113,7 +113,8 @@ def fuse_norms(model: ir.Model, positions: int | None = None) -> int:
         if (node.domain, node.op_type) == (spec.DOMAIN, "GatedActivation"):
             count += _fuse_gate(graph, node, weights)
     for node in list(graph):
-        if node.graph is graph and (norm := find_norm(node)) is not None:
+        used = node.graph is graph and (node.outputs[0].uses() or node.outputs[0].is_graph_output())
+        if used and (norm := find_norm(node)) is not None:
             count += _fuse_part(graph, norm, weights) or _fuse_sum(graph, norm, weights)
     if count:
         model.opset_imports.setdefault(spec.DOMAIN, 1)

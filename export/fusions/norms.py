@@ -12,7 +12,8 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class Norm:
-    """node: gives the norm of x's last axis, times weight [D]; readers: the nodes of it that read x."""
+    """node: gives the norm of x's last axis, times weight [D]; readers: the nodes of it that read x, none where others than the
+    norm read what it makes of x on its way."""
 
     def __init__(self, node: ir.Node, x: ir.Value, weight: ir.Value, epsilon: float, readers: Sequence[ir.Node]):
         self.node, self.x, self.weight, self.epsilon, self.readers = node, x, weight, epsilon, readers
@@ -41,17 +42,26 @@ def find_norm(node: ir.Node) -> Norm | None:
             continue
         if not read_by(normed, product) or not (cast is None or read_by(quotient, cast)):
             continue  # what is over the root has other readers, for whom it would stay
-        squares = [n for n in (use.node for use in found[0].uses()) if n.op_type in ("Pow", "Mul") and _is_averaged(n)]
-        divided = quotient.producer()
-        inside = [widened] if widened is not None else [*squares, *([divided] if divided is not None else [])]
+        readers = _chain(quotient)
+        if widened is not None:
+            readers = [widened] if readers and read_by(widened.outputs[0], *readers) else []
         if len(x.shape) in (2, 3, 4) and x.shape[-1] == len(array):
-            return Norm(node, x, weight, found[1], inside)
+            return Norm(node, x, weight, found[1], readers)
     return None
 
 
-def _is_averaged(node: ir.Node) -> bool:
-    readers = {use.node.op_type for use in node.outputs[0].uses()}
-    return readers == {"ReduceMean"} and not node.outputs[0].is_graph_output()
+def _chain(quotient: ir.Value) -> list[ir.Node]:
+    """The two nodes that read x where a value is x over its root mean square; none where others read what is in between."""
+    divided = producer(quotient, "Div")
+    root = divided and producer(divided.inputs[1], "Sqrt")
+    total = root and producer(root.inputs[0], "Add")
+    mean = total and (producer(total.inputs[0], "ReduceMean") or producer(total.inputs[1], "ReduceMean"))
+    square = mean and producer(mean.inputs[0], "Pow", "Mul")
+    if not (divided and root and total and mean and square):
+        return []
+    steps = square, mean, total, root, divided
+    alone = all(read_by(made.outputs[0], reader) for made, reader in zip(steps, steps[1:], strict=False))
+    return [square, divided] if alone else []
 
 
 class Weights:

@@ -1080,6 +1080,40 @@ def test_norms_of_queries_and_keys_of_a_product(dtype, wide):
             torch.testing.assert_close(torch.from_numpy(found).double(), expected.detach(), rtol=rounding, atol=rounding)
 
 
+def root(x):
+    return x.pow(2).mean(-1, keepdim=True) + 1e-5
+
+
+# What else reads a part of the norm of queries q: the root, the widened queries, a product with something else, the squares.
+READERS = {
+    "root": lambda norm, q: (q * torch.rsqrt(root(q)) * norm, torch.rsqrt(root(q))),
+    "widened": lambda norm, q: ((q.float() * torch.rsqrt(root(q.float()))).to(q.dtype) * norm, q.float() * 2),
+    "product": lambda norm, q: (q * torch.rsqrt(root(q)) * norm, (q * (norm + 2)).mean(-1)),
+    "square": lambda norm, q: (q * torch.rsqrt(root(q)) * norm, q.pow(2).mean(1)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_norms_of_a_product_of_which_others_read_a_part(reader):
+    """A norm in front of the Split would change what they read."""
+
+    class Read(NormedProduct):
+        def forward(self, x):
+            query, key, values = self.product(x).split(self.parts, -1)
+            query, key = (t.unflatten(-1, (-1, self.width)) for t in (query, key))
+            found = *READERS[reader](self.weights[0], query), key * torch.rsqrt(root(key)) * self.weights[1], values
+            return tuple(t.transpose(0, 1) * 1.5 for t in found)
+
+    torch.manual_seed(5)
+    dtype = torch.float16 if reader == "widened" else torch.float32
+    x, module = torch.randn(2, 5, HIDDEN).to(dtype), Read(dtype, 32)
+    counts, model = counts_of(module, x)
+    assert counts["norm_products"] == 0
+    rounding = 4e-3 if dtype == torch.float16 else 1e-5
+    for found, expected in zip(results(model, values=(x,)), module(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach(), rtol=rounding, atol=rounding)
+
+
 def test_norms_of_a_product_that_do_not_fit_together():
     """Of other epsilons; queries that are read as they are too; values that are no heads."""
 

@@ -49,12 +49,7 @@ def test_what_works_too_long_without_the_mark_fails_the_run(workers, tmp_path):
 
 def test_each_test_has_its_day(tmp_path):
     """In so many days, and no other."""
-    (tmp_path / "conftest.py").write_text(
-        "import datetime\nfrom support import cpu_time\nfrom support.cpu_time import *\n"
-        "class Day(datetime.date):\n    @classmethod\n    def today(cls):\n"
-        f"        return cls.fromordinal(739000 + int((Path({str(tmp_path)!r}) / 'day').read_text()))\n"
-        "from pathlib import Path\ncpu_time.datetime = type('', (), {'date': Day})\n"
-    )
+    (tmp_path / "conftest.py").write_text("from support.cpu_time import *\n")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = slow\n")
     (tmp_path / "test_work.py").write_text(
         "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(40))\ndef test_one(n):\n    pass\n\n"
@@ -62,9 +57,8 @@ def test_each_test_has_its_day(tmp_path):
     )
     found = []
     for day in range(6):
-        (tmp_path / "day").write_text(f"{day}")
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "slow", "--days", "3"]
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "LEANFLEET_TEST_DAY": f"{739000 + day}"}
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         found.append(set(re.findall(r"test_one\[(\d+)\] PASSED", done.stdout)))
     assert all(found) and sum(map(len, found[:3])) == len(set.union(*found[:3])) == 40 and found[:3] == found[3:]
