@@ -167,10 +167,10 @@ VARIANTS = {
     "RmsNorm": [
         ([], {}, {}),
         (["addend"], {"return_sum": 1, "epsilon": 1e-5}, {"C": 640}),
-        (["gate"], {"group": 5, "activation": "sigmoid"}, {"C": 40}),
+        (["gate"], {"group": 5, "normed": 25, "activation": "sigmoid"}, {"C": 40}),
         (
             ["addend", "gate"],
-            {"gate_first": 1, "columns": 1, "first_column": 8, "gate_columns": 1},
+            {"gate_first": 1, "columns": 1, "first_column": 8, "gate_columns": 1, "first_gate_column": 8},
             {"C": 24, "F": 40, "I": 32},
         ),
     ],
