@@ -59,12 +59,13 @@ def test_faults_are_found(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def gated_activation(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["GatedActivation"])
+def small_operators(tmp_path_factory):
+    names = ["GatedActivation", gate_cases.NAME, norm_cases.NAME, conv_cases.NAME, "MergeAttention"]
+    return build(tmp_path_factory.mktemp("simulated"), names)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-def test_gated_activation(gated_activation, dtype):
+def test_gated_activation(small_operators, dtype):
     """Widths of whole vectors and of none; the first test of the real kernels that needs nothing but C++."""
     for width in (1, 7, 64, 520):
         gate_up = torch.randn(3, 5, 2, width, generator=torch.manual_seed(width)).to(dtype)
@@ -73,37 +74,27 @@ def test_gated_activation(gated_activation, dtype):
             heads = torch.randn(4 if width % 4 == 0 else 1, generator=torch.manual_seed(1))
             skip = {"skip": apart["up"].flip(1).contiguous(), "skip_scale": heads}
             for inputs in ({"gate_up": gate_up}, apart, apart | skip):
-                found = run_simulated(gated_activation, "GatedActivation", inputs, {"activation": activation})
+                found = run_simulated(small_operators, "GatedActivation", inputs, {"activation": activation})
                 (exact,) = reference.gated_activation(**{n: t.double() for n, t in inputs.items()}, activation=activation)
                 rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
                 torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
 
 
-@pytest.fixture(scope="module")
-def decay_gates(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), [gate_cases.NAME])
-
-
 @pytest.mark.parametrize("dtype", gate_cases.DTYPES, ids=str)
-def test_decay_gates(decay_gates, dtype):
+def test_decay_gates(small_operators, dtype):
     for seed, sizes in enumerate(gate_cases.SIZES):
         for inputs, attrs in gate_cases.calls(sizes, dtype, seed):
-            gate_cases.assert_right(run_simulated(decay_gates, gate_cases.NAME, inputs, attrs), inputs, attrs)
-
-
-@pytest.fixture(scope="module")
-def rms_norm(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), [norm_cases.NAME])
+            gate_cases.assert_right(run_simulated(small_operators, gate_cases.NAME, inputs, attrs), inputs, attrs)
 
 
 @pytest.mark.parametrize("dtype", norm_cases.DTYPES, ids=str)
-def test_rms_norm(rms_norm, dtype):
+def test_rms_norm(small_operators, dtype):
     for seed, sizes in enumerate(norm_cases.SIZES):
         for inputs, attrs in norm_cases.calls(sizes, dtype, seed):
-            norm_cases.assert_right(run_simulated(rms_norm, norm_cases.NAME, inputs, attrs), inputs, attrs)
+            norm_cases.assert_right(run_simulated(small_operators, norm_cases.NAME, inputs, attrs), inputs, attrs)
     inputs, attrs = norm_cases.make((1, 2, 4096, 0), torch.float32)
     inputs["input"] = torch.full_like(inputs["input"], 1e30)
-    found = run_simulated(rms_norm, norm_cases.NAME, inputs, attrs)["output"]
+    found = run_simulated(small_operators, norm_cases.NAME, inputs, attrs)["output"]
     torch.testing.assert_close(found, inputs["weight"].expand(1, 2, -1), rtol=1e-6, atol=0.0)
 
 
@@ -195,17 +186,12 @@ def test_values_that_are_not_finite_in_block_linear(block_linear, rows, rounds, 
             assert not found[0, :, 4:7].isfinite().any()
 
 
-@pytest.fixture(scope="module")
-def merging(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["MergeAttention"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", merging_cases.DTYPES, ids=str)
-def test_merge_attention(merging, dtype):
+def test_merge_attention(small_operators, dtype):
     for seed, sizes in enumerate(merging_cases.SIZES):
         inputs = merging_cases.parts_of(sizes, dtype, seed)
-        merging_cases.assert_merged(run_simulated(merging, "MergeAttention", inputs, {}), inputs)
+        merging_cases.assert_merged(run_simulated(small_operators, "MergeAttention", inputs, {}), inputs)
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +232,9 @@ def test_a_rank_that_ends_while_windows_wait_for_it(exchanging, fake_nccl, tmp_p
     assert seconds < 60  # and not by the time-out of 120; threads of the simulated GPU share what cores there are
 
 
-@pytest.fixture(scope="module")
-def causal_conv(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["CausalConv"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
-def test_causal_conv(causal_conv, dtype):
+def test_causal_conv(small_operators, dtype):
     """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
     usual = {"return_state": 1, "activation": "silu"}
     for n, options in (
@@ -273,7 +254,7 @@ def test_causal_conv(causal_conv, dtype):
                 inputs, where = conv_cases.among_others(inputs, behind=n % 2)
                 attrs |= where
             given = {name: x.clone() for name, x in inputs.items()}
-            found = run_simulated(causal_conv, conv_cases.NAME, given, attrs, in_place=in_place)
+            found = run_simulated(small_operators, conv_cases.NAME, given, attrs, in_place=in_place)
             conv_cases.assert_right(found, inputs, attrs)
 
 
