@@ -7,13 +7,25 @@ from leanfleet.export.fusions.graph import adder, column_sizes, read_by
 from leanfleet.export.fusions.norms import Norm, Weights, find_norm, width_of
 
 
+def _reader(value: ir.Value, op_type: str) -> ir.Node | None:
+    """The standard operator of this type that alone reads a value; others may ask for its shape."""
+    nodes = [use.node for use in value.uses() if use.node.op_type != "Shape"]
+    alone = len(nodes) == 1 and not value.is_graph_output()
+    return nodes[0] if alone and (nodes[0].domain, nodes[0].op_type) == ("", op_type) else None
+
+
 def _of_heads(part: ir.Value) -> Norm | None:
-    """The norm of each D columns that alone reads a part [B,N,H D] of a product; else None."""
-    readers = [use.node for use in part.uses() if use.node.op_type != "Shape"]
-    seen = readers[0] if len(readers) == 1 and readers[0].op_type == "Reshape" else None
-    if seen is None or part.is_graph_output():
+    """The norm of each D columns that alone reads a part [B,N,H D] of a product, seen as heads, in any order of the other axes
+    (Gemma 3 has heads first); else None."""
+    seen = _reader(part, "Reshape")
+    if seen is None:
         return None
     x = seen.outputs[0]
+    if (turned := _reader(x, "Transpose")) is not None:
+        axes = turned.attributes.get_ints("perm", ())
+        if not axes or axes[-1] != len(axes) - 1:
+            return None
+        x = turned.outputs[0]
     for norm in _norms_behind(x):
         if norm.x is x and read_by(x, *norm.readers) and not norm.output.is_graph_output():
             return norm

@@ -1053,23 +1053,25 @@ def test_norms_of_heads_among_other_columns(dtype, width, others, read, wide):
 class NormedProduct(NormedHeads):
     """Queries, keys and values of one product, the first two normalised by head."""
 
-    def __init__(self, dtype, values=16, wide_weight=False):
+    def __init__(self, dtype, values, wide_weight=False, heads_first=False):
         super().__init__(4, 8, values - 32, dtype, wide_weight)  # sizes: 32, 32, 16, values - 32
-        self.parts = 32, 16, values
+        self.parts, self.heads_first = (32, 16, values), heads_first
 
     def forward(self, x):
         query, key, values = self.product(x).split(self.parts, -1)
         query, key = (t.unflatten(-1, (-1, self.width)) for t in (query, key))
-        normed = [self.norm(t, w) for t, w in zip((query, key), self.weights, strict=False)]
-        return *(t.transpose(1, 2) for t in normed), values
+        if self.heads_first:
+            return *(self.norm(t.transpose(1, 2), w) * 2 for t, w in zip((query, key), self.weights, strict=False)), values
+        return *(self.norm(t, w).transpose(1, 2) for t, w in zip((query, key), self.weights, strict=False)), values
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
-def test_norms_of_queries_and_keys_of_a_product(dtype, wide):
+@pytest.mark.parametrize("heads_first", (False, True))
+def test_norms_of_queries_and_keys_of_a_product(dtype, wide, heads_first):
     """One kernel for both, and values come out of it as they are."""
     torch.manual_seed(4)
-    x, module = torch.randn(2, 5, HIDDEN).to(dtype), NormedProduct(dtype, 32, wide)
+    x, module = torch.randn(2, 5, HIDDEN).to(dtype), NormedProduct(dtype, 32, wide, heads_first)
     counts, model = counts_of(module, x)
     assert (counts["norm_products"], counts["fuse_norms"]) == (1, 0)
     assert kinds(model).count("RmsNorm") == 1 and not {"ReduceMean", "Pow", "Sqrt"} & set(kinds(model))
