@@ -362,7 +362,7 @@ def test_decoders_build(kind, tmp_path):
             block_size=4,
             layer_types=["linear_attention", "full_attention"],
         )
-        expected = ["CausalLinearDecay", "GatedActivation", "LeanAttention"]
+        expected = ["CausalLinearDecay", "RmsNorm", "LeanAttention"]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     if kind == "normalized":
