@@ -512,7 +512,9 @@ def test_other_models(config, fuse, tmp_path):
     nodes = parity._load(tmp_path / "model.onnx").graph.node
     assert ("com.microsoft" in {n.domain for n in nodes}) == fuse
     packed = [a.i for n in nodes if n.op_type == "LeanAttention" for a in n.attribute if a.name == "packed_qkv"]
-    assert packed == [int(fuse and config.model_type in ("qwen2", "qwen3", "gpt2"))] * 2  # others have something in between
+    assert (
+        packed == [int(fuse and config.model_type in ("qwen2", "qwen3", "gemma3_text", "gpt2"))] * 2
+    )  # others have something in between
     batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, step_tokens=24, providers=["CPUExecutionProvider"])
     wanted = prompts(5, seed=4)
     requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
