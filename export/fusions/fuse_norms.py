@@ -52,14 +52,14 @@ def _fuse_gate(graph: ir.Graph, gated: ir.Node, weights: Weights) -> bool:
 
 def _part(norm: Norm) -> ir.Value | None:
     """The part [B,N,C] of a Split whose rows, or their heads, a norm alone reads; None where there is none."""
-    reshape = producer(norm.x, "Reshape")
-    value = reshape.inputs[0] if reshape is not None else norm.x
+    value: ir.Value | None = norm.x
+    readers = [*norm.readers]
+    while value is not None and read_by(value, *readers) and (seen := producer(value, "Reshape")) is not None:
+        value, readers = seen.inputs[0], [seen]
     split = producer(value, "Split")
-    if split is None or value is None or column_sizes(split) is None or width_of(value) is None:
+    if value is None or not read_by(value, *readers) or column_sizes(split) is None or width_of(value) is None:
         return None
-    if reshape is not None and not read_by(value, reshape):
-        return None
-    return value if read_by(norm.x, *norm.readers) else None
+    return value
 
 
 def _fuse_part(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:

@@ -17,10 +17,11 @@ def _reader(value: ir.Value, op_type: str) -> ir.Node | None:
 def _of_heads(part: ir.Value) -> Norm | None:
     """The norm of each D columns that alone reads a part [B,N,H D] of a product, seen as heads, in any order of the other axes
     (Gemma 3 has heads first); else None."""
-    seen = _reader(part, "Reshape")
-    if seen is None:
+    x = part
+    while (seen := _reader(x, "Reshape")) is not None:
+        x = seen.outputs[0]
+    if x is part:
         return None
-    x = seen.outputs[0]
     if (turned := _reader(x, "Transpose")) is not None:
         axes = turned.attributes.get_ints("perm", ())
         if not axes or axes[-1] != len(axes) - 1:

@@ -385,7 +385,7 @@ GATED = ["GatedActivation"]
 HYBRIDS = {  # gates of recurrent layers and attention, and of feed-forward layers or shared experts
     "qwen3-next": [
         *(delta := ["CausalConv", "DecayGates", "GatedDeltaRule", "RmsNorm", *GATED]),
-        *["RmsNorm", "LeanAttention", *GATED, *GATED],
+        *["RmsNorm", "RmsNorm", "LeanAttention", *GATED, *GATED],
         *delta,
     ],
     "bamba": ["CausalConv", "DecayGates", "CausalLinearDecay", *GATED, *GATED, "LeanAttention", *GATED],
