@@ -60,8 +60,12 @@ def test_faults_are_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def small_operators(tmp_path_factory):
-    names = ["GatedActivation", gate_cases.NAME, norm_cases.NAME, conv_cases.NAME, "MergeAttention"]
-    return build(tmp_path_factory.mktemp("simulated"), names)
+    return build(tmp_path_factory.mktemp("simulated"), ["GatedActivation", gate_cases.NAME, norm_cases.NAME])
+
+
+@pytest.fixture(scope="module")
+def conv_and_merge(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), [conv_cases.NAME, "MergeAttention"])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
@@ -188,10 +192,10 @@ def test_values_that_are_not_finite_in_block_linear(block_linear, rows, rounds, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", merging_cases.DTYPES, ids=str)
-def test_merge_attention(small_operators, dtype):
+def test_merge_attention(conv_and_merge, dtype):
     for seed, sizes in enumerate(merging_cases.SIZES):
         inputs = merging_cases.parts_of(sizes, dtype, seed)
-        merging_cases.assert_merged(run_simulated(small_operators, "MergeAttention", inputs, {}), inputs)
+        merging_cases.assert_merged(run_simulated(conv_and_merge, "MergeAttention", inputs, {}), inputs)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +238,7 @@ def test_a_rank_that_ends_while_windows_wait_for_it(exchanging, fake_nccl, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
-def test_causal_conv(small_operators, dtype):
+def test_causal_conv(conv_and_merge, dtype):
     """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
     usual = {"return_state": 1, "activation": "silu"}
     for n, options in (
@@ -254,7 +258,7 @@ def test_causal_conv(small_operators, dtype):
                 inputs, where = conv_cases.among_others(inputs, behind=n % 2)
                 attrs |= where
             given = {name: x.clone() for name, x in inputs.items()}
-            found = run_simulated(small_operators, conv_cases.NAME, given, attrs, in_place=in_place)
+            found = run_simulated(conv_and_merge, conv_cases.NAME, given, attrs, in_place=in_place)
             conv_cases.assert_right(found, inputs, attrs)
 
 
