@@ -1256,7 +1256,7 @@ def _activated(ops, gate, activation):
     if activation == "relu":
         return ops.Relu(gate)
     if activation == "sigmoid":
-        return ops.Sigmoid(gate)
+        return ops.Reciprocal(ops.Add(ops.Exp(ops.Neg(gate)), 1.0))  # as _silu
     if activation == "gelu":
         return ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
     cubed = ops.Mul(ops.Mul(gate, gate), gate)
