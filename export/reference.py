@@ -1861,7 +1861,7 @@ def block_linear(
     return (output.to(input.dtype),)
 
 
-# DecayGates
+# RmsNorm
 
 
 def rms_norm(
@@ -1940,6 +1940,9 @@ def rms_norm(
     if active is not None and not gate_first:
         y = y * active
     return (y.to(input.dtype), x) if return_sum else (y.to(input.dtype),)
+
+
+# DecayGates
 
 
 def decay_gates(

@@ -23,7 +23,7 @@ struct Args {
   float epsilon;
 };
 
-// Sums of squares outside of this are added up again, otherwise: float32 has lost something of them. Of a small sum that counts only
+// Sums of squares outside of this are added up again in another way, as float32 has lost something of them. Of a small sum that counts only
 // beside an epsilon that is smaller still.
 constexpr float kLeastSum = 0x1p-80f, kMostSum = 0x1p127f, kLeastEpsilon = 0x1p-40f;
 

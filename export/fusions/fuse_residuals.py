@@ -1,6 +1,7 @@
 """A sum and its norm -> com.microsoft.SkipSimplifiedLayerNormalization or SkipLayerNormalization."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -9,8 +10,16 @@ from leanfleet.export.fusions.graph import MICROSOFT, Op, constant, named, produ
 SIMPLIFIED, CENTRED = "SkipSimplifiedLayerNormalization", "SkipLayerNormalization"
 
 
-def over_root_mean_square(value: ir.Value | None) -> tuple[ir.Value, float] | None:
-    """(x, eps) where a value is x over the root of the mean square of its last axis plus eps; else None."""
+class OverRoot(NamedTuple):
+    """x over the root of the mean square of its last axis plus epsilon. steps: the nodes that make it, from the square on."""
+
+    x: ir.Value
+    epsilon: float
+    steps: tuple[ir.Node, ...]
+
+
+def over_root_mean_square(value: ir.Value | None) -> OverRoot | None:
+    """What a value is, where it is such a quotient; else None."""
     quotient = producer(value, "Div")
     root = quotient and producer(quotient.inputs[1], "Sqrt")
     total = root and producer(root.inputs[0], "Add")
@@ -33,7 +42,7 @@ def over_root_mean_square(value: ir.Value | None) -> tuple[ir.Value, float] | No
             square.inputs[1] is x if square.op_type == "Mul" else exponent is not None and exponent.tolist() in (2, [2])
         )
         if last and squared:
-            return x, float(eps.item())
+            return OverRoot(x, float(eps.item()), (square, mean, total, root, quotient))
     return None
 
 

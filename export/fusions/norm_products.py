@@ -14,9 +14,9 @@ def _reader(value: ir.Value, op_type: str) -> ir.Node | None:
     return nodes[0] if alone and (nodes[0].domain, nodes[0].op_type) == ("", op_type) else None
 
 
-def _of_heads(part: ir.Value) -> Norm | None:
+def _of_heads(part: ir.Value, norms: dict[ir.Value, Norm]) -> Norm | None:
     """The norm of each D columns that alone reads a part [B,N,H D] of a product, seen as heads, in any order of the other axes
-    (Gemma 3 has heads first); else None."""
+    (Gemma 3 has heads first); else None. norms: {what is normalised: the norm}."""
     x = part
     while (seen := _reader(x, "Reshape")) is not None:
         x = seen.outputs[0]
@@ -27,20 +27,8 @@ def _of_heads(part: ir.Value) -> Norm | None:
         if not axes or axes[-1] != len(axes) - 1:
             return None
         x = turned.outputs[0]
-    for norm in _norms_behind(x):
-        if norm.x is x and read_by(x, *norm.readers) and not norm.output.is_graph_output():
-            return norm
-    return None
-
-
-def _norms_behind(x: ir.Value) -> list[Norm]:
-    """Norms that end within five nodes behind x: a cast, the quotient, a cast, the product with a weight, a cast."""
-    found, values = [], [x]
-    for _ in range(5):
-        nodes = {use.node for value in values for use in value.uses() if use.node.op_type in ("Cast", "Div", "Mul")}
-        found += [norm for node in nodes if (norm := find_norm(node)) is not None]
-        values = [node.outputs[0] for node in nodes]
-    return found
+    norm = norms.get(x)
+    return norm if norm is not None and read_by(x, *norm.readers) and not norm.output.is_graph_output() else None
 
 
 def norm_products(model: ir.Model, positions: int | None = None) -> int:
@@ -49,10 +37,11 @@ def norm_products(model: ir.Model, positions: int | None = None) -> int:
     of products.
     """
     graph, weights, count = model.graph, Weights(model.graph), 0
+    norms = {norm.x: norm for node in graph if (norm := find_norm(node)) is not None}
     for split in [n for n in graph if n.op_type == "Split" and n.domain == "" and len(n.outputs) == 3]:
         sizes, product = column_sizes(split), split.inputs[0]
         width = width_of(product)
-        query, key = (_of_heads(part) for part in split.outputs[:2])
+        query, key = (_of_heads(part, norms) for part in split.outputs[:2])
         if sizes is None or product is None or width is None or query is None or key is None:
             continue
         heads = {norm.weight.shape[0] if norm.weight.shape is not None else None for norm in (query, key)}

@@ -1,11 +1,12 @@
 """What passes about RMS norms share: finding one, and its weights for several heads."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.fuse_residuals import over_root_mean_square
+from leanfleet.export.fusions.fuse_residuals import OverRoot, over_root_mean_square
 from leanfleet.export.fusions.graph import constant, new_initializer, producer, read_by
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -33,35 +34,27 @@ def find_norm(node: ir.Node) -> Norm | None:
         found = over_root_mean_square(cast.inputs[0] if cast is not None else normed)
         if weight is None or array is None or array.ndim != 1 or found is None:
             continue
-        widened = producer(found[0], "Cast")
-        x = widened.inputs[0] if widened is not None else found[0]
+        widened = producer(found.x, "Cast")
+        x = widened.inputs[0] if widened is not None else found.x
         if x is None or x.shape is None or x.dtype not in _TYPES or x.dtype != node.outputs[0].dtype:
             continue
         quotient = cast.inputs[0] if cast is not None else normed
-        if normed is None or quotient is None or found[0].dtype != ir.DataType.FLOAT:
+        if normed is None or quotient is None or found.x.dtype != ir.DataType.FLOAT:
             continue
         if not read_by(normed, product) or not (cast is None or read_by(quotient, cast)):
             continue  # what is over the root has other readers, for whom it would stay
-        readers = _chain(quotient)
+        readers = _readers(found)
         if widened is not None:
             readers = [widened] if readers and read_by(widened.outputs[0], *readers) else []
         if len(x.shape) in (2, 3, 4) and x.shape[-1] == len(array):
-            return Norm(node, x, weight, found[1], readers)
+            return Norm(node, x, weight, found.epsilon, readers)
     return None
 
 
-def _chain(quotient: ir.Value) -> list[ir.Node]:
-    """The two nodes that read x where a value is x over its root mean square; none where others read what is in between."""
-    divided = producer(quotient, "Div")
-    root = divided and producer(divided.inputs[1], "Sqrt")
-    total = root and producer(root.inputs[0], "Add")
-    mean = total and (producer(total.inputs[0], "ReduceMean") or producer(total.inputs[1], "ReduceMean"))
-    square = mean and producer(mean.inputs[0], "Pow", "Mul")
-    if not (divided and root and total and mean and square):
-        return []
-    steps = square, mean, total, root, divided
-    alone = all(read_by(made.outputs[0], reader) for made, reader in zip(steps, steps[1:], strict=False))
-    return [square, divided] if alone else []
+def _readers(found: OverRoot) -> list[ir.Node]:
+    """The two nodes of a quotient that read x; none where others read what is in between."""
+    alone = all(read_by(made.outputs[0], reader) for made, reader in pairwise(found.steps))
+    return [found.steps[0], found.steps[-1]] if alone else []
 
 
 class Weights:

@@ -205,3 +205,11 @@ class Launches:
         with torch.cuda.graph(graph):
             self.run()
         return graph
+
+
+def run_untouched(op_name, inputs, attrs, **options):
+    """run_kernel of an operator that writes none of its inputs, and did not."""
+    before = {name: x.clone() for name, x in inputs.items()}
+    found = run_kernel(op_name, inputs, attrs, **options)
+    assert all(torch.equal(x.nan_to_num(7.0), before[name].nan_to_num(7.0)) for name, x in inputs.items())
+    return found

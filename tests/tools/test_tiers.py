@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -28,16 +29,19 @@ def test_marked():
 """
 
 
+def run_tests(folder, work, *options, **environment):
+    """What pytest says of the tests `work` in a project of their own that has cpu_time's options."""
+    (folder / "conftest.py").write_text("from support.cpu_time import *\n")
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = slow\n")
+    (folder / "test_work.py").write_text(work)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "1")], ids=["alone", "xdist"])
 def test_what_works_too_long_without_the_mark_fails_the_run(workers, tmp_path):
-    (tmp_path / "conftest.py").write_text("from support.cpu_time import *\n")
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = slow\n")
-    (tmp_path / "test_work.py").write_text(WORK)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
-
-    def run(*options):
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        return subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    run = partial(run_tests, tmp_path, WORK, *workers)
 
     done = run("--most-cpu-seconds", "0.15")
     told = re.findall(r"^FAILED test_work.py::(\w+) takes", done.stdout, re.M)
@@ -49,19 +53,17 @@ def test_what_works_too_long_without_the_mark_fails_the_run(workers, tmp_path):
 
 def test_each_test_has_its_day(tmp_path):
     """In so many days, and no other."""
-    (tmp_path / "conftest.py").write_text("from support.cpu_time import *\n")
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = slow\n")
-    (tmp_path / "test_work.py").write_text(
+    work = (
         "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('n', range(40))\ndef test_one(n):\n    pass\n\n"
         "def test_quick():\n    pass\n"
     )
     found = []
     for day in range(6):
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "slow", "--days", "3"]
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "LEANFLEET_TEST_DAY": f"{739000 + day}"}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        done = run_tests(tmp_path, work, "-v", "-m", "slow", "--days", "3", LEANFLEET_TEST_DAY=f"{739000 + day}")
         found.append(set(re.findall(r"test_one\[(\d+)\] PASSED", done.stdout)))
     assert all(found) and sum(map(len, found[:3])) == len(set.union(*found[:3])) == 40 and found[:3] == found[3:]
+    done = run_tests(tmp_path, work, "--days", "0")
+    assert done.returncode == 4 and "--days is 0; expected 1 or more" in done.stderr
 
 
 def test_the_two_runs_have_all_tests():
