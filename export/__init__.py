@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import gated_delta_rule_grad as gated_delta_rule_grad
     from leanfleet.export.torch_ops import lean_attention as lean_attention
     from leanfleet.export.torch_ops import lean_attention_ as lean_attention_
+    from leanfleet.export.torch_ops import linear as linear
     from leanfleet.export.torch_ops import merge_attention as merge_attention
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
     from leanfleet.export.torch_ops import normalized_linear_attention_ as normalized_linear_attention_
@@ -70,6 +71,7 @@ _HOMES = {
     "rms_norm": "torch_ops",
     "lean_attention": "torch_ops",
     "lean_attention_": "torch_ops",
+    "linear": "torch_ops",
     "merge_attention": "torch_ops",
     "normalized_linear_attention": "torch_ops",
     "normalized_linear_attention_": "torch_ops",

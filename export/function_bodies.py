@@ -1309,6 +1309,25 @@ def _rms_norm(ops, x, a, ranks):
     return [ops.CastLike(y, x.input)] + [ops.Identity(rows)] * a.return_sum
 
 
+# Linear
+
+
+def _linear(ops, x, a, ranks):
+    def product(weight, bias):
+        y = ops.MatMul(ops.float(x.input), ops.float(weight))
+        return y if bias is None else ops.Add(y, ops.float(bias))
+
+    def half(value, i, axis):
+        return None if value is None else ops.Gather(value, i, axis=axis)
+
+    if a.gated:
+        gate, up = (product(half(x.weight, i, 1), half(x.bias, i, 0)) for i in (0, 1))
+        y = ops.Mul(_activated(ops, gate, a.activation), up)
+    else:
+        y = product(x.weight, x.bias)
+    return [ops.CastLike(y, x.input)]
+
+
 # BlockLinear
 
 
@@ -1405,6 +1424,7 @@ _BODIES = {
     "SampleTokens": _sample_tokens,
     "GatedActivation": _gated_activation,
     "BlockLinear": _block_linear,
+    "Linear": _linear,
     "GatedDeltaRule": _gated_delta_rule,
     "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,
@@ -1414,7 +1434,7 @@ _BODIES = {
     "AllGather": _all_gather,
     "MergeAttention": _merge_attention,
 }
-_IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
+_IGNORED = {"algorithm", "constant_weight"}  # attributes that choose how to compute, not what
 
 
 def _variant(op_name, present, attrs, ranks, types):

@@ -1796,6 +1796,46 @@ def gated_activation(
     return ((_activated("GatedActivation", gate.to(compute), activation) * values).to(gate_up.dtype),)
 
 
+# Linear
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: int = 0,
+    activation: str = "silu",
+    constant_weight: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor]:
+    """input T [B,N,I] times weight T [I,O], plus bias T [O]: (output T [B,N,O],). With gated weight is T [I,2,O] and bias T
+    [2,O], and the output activation(y_0) y_1 of the two products.
+
+    activation: "silu", "gelu", "gelu_tanh", "relu" or "sigmoid". constant_weight is a promise to kernels, and changes nothing
+    here. Computed in float32, in float64 for float64 inputs, and rounded once. Source: Shazeer, "GLU Variants Improve
+    Transformer" (2020), equation 5. Raises ValueError for other shapes, types and activations.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        (output,) = reference.linear(torch.randn(1, 3, 8), torch.randn(8, 2, 6), gated=1, activation="gelu")
+        print(output.shape)  # torch.Size([1, 3, 6])
+    """
+    match, _, compute, _ = _begin("Linear", "bhnd", input, compute_dtype)
+    match("input", input, "T", "B N I")
+    match("weight", weight, "T", "I 2 O" if gated else "I O")
+    match("bias", bias, "T", "2 O" if gated else "O")
+    y = input.to(compute) @ weight.to(compute).flatten(1)
+    if bias is not None:
+        y = y + bias.to(compute).flatten()
+    if gated:
+        gate, values = y.chunk(2, -1)
+        y = _activated("Linear", gate, activation) * values
+    return (y.to(input.dtype),)
+
+
 # BlockLinear
 
 

@@ -65,6 +65,7 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
             self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
             self.taps = torch.nn.Parameter(torch.randn(4, 64) / 2)
+            self.matrix = torch.nn.Parameter(torch.randn(64, 32) / 8)
             self.register_buffer("numbers", torch.randint(-127, 128, (8, 64), dtype=torch.int8))
             self.register_buffer("steps", torch.rand(8, 2) / 127)
 
@@ -101,10 +102,11 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             gates = lf.decay_gates(v[..., 0].transpose(1, 2).contiguous(), self.log_decay, return_step=True)
             normed = lf.rms_norm(x, self.steps.new_ones(64), gate=mixed)
             projected = lf.block_linear(x, self.numbers, self.steps, round_input=True)
+            multiplied = lf.linear(x, self.matrix)
             parts = lf.all_gather(attended.unsqueeze(0)), lf.all_gather(lse.unsqueeze(0))
             exchanged = lf.all_reduce(attended), *lf.merge_attention(*parts)
             linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected, dq, dk, dv, dbeta
-            return attended, lse, keys, values, *linear, mixed, *gates, tokens, gated, normed, projected, *exchanged
+            return attended, lse, keys, values, *linear, mixed, *gates, tokens, gated, normed, projected, multiplied, *exchanged
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

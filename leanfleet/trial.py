@@ -31,6 +31,7 @@ TOLERANCE = {
     "SampleTokens": (4, 4),
     "GatedActivation": (4, 2),
     "BlockLinear": (16, 2),
+    "Linear": (16, 4),
     "GatedDeltaRule": (16, 4),
     "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from leanfleet import driver, native, spec
 from leanfleet.files import new_file
+from leanfleet.trt_plugins.products import take_products
 
 if TYPE_CHECKING:
     import onnx
@@ -181,14 +182,14 @@ def failure(trt: ModuleType, action: str) -> RuntimeError:
 def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
     """Makes an ONNX model's leanfleet nodes into what TensorRT's parser takes. model: onnx.ModelProto, changed in place.
 
-    TensorRT takes no layer input that is absent, wants every output of a layer connected, and prefers the function that
-    an exported model carries for a node to the plugin of the same name. So each node gets the names of the inputs and
-    outputs that it has as attributes connected_inputs and connected_outputs, loses its empty ones, and says which
-    plugin it is; leanfleet's functions go, and all others are inlined, because the parser takes a node of any domain for
-    the standard operator of its name. The nodes move to the domain leanfleet.trt, because ONNX Runtime would read their
-    inputs by position. Returns the model. Preparing it again changes nothing. Raises ValueError for an attribute that an
-    operator does not have, for one that does not exist, for more inputs than it has, for names that are no UTF-8, and for
-    another version of them, before anything is changed.
+    TensorRT takes no layer input that is absent, wants every output of a layer connected, and prefers the function that an
+    exported model carries for a node to the plugin of the same name. So each node gets the names of the inputs and outputs
+    that it has as attributes connected_inputs and connected_outputs, loses its empty ones, and says which plugin it is;
+    Linear with constant weights becomes TensorRT's own products; leanfleet's functions go, and all others are inlined,
+    because the parser takes a node of any domain for the standard operator of its name. The nodes move to the domain
+    leanfleet.trt, because ONNX Runtime would read their inputs by position. Returns the model. Preparing it again changes
+    nothing. Raises ValueError for an attribute that an operator does not have, for one that does not exist, for more inputs
+    than it has, for names that are no UTF-8, and for another version of them, before anything is changed.
 
     Example:
         import onnx
@@ -201,6 +202,7 @@ def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx.inliner
 
     _check_nodes(model, onnx)
+    take_products(model)
     _prepare_nodes(model.graph.node, onnx)
     for function in [f for f in model.functions if f.domain == spec.DOMAIN]:
         model.functions.remove(function)

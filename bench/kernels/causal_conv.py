@@ -42,7 +42,8 @@ def peers_of(x, weight, state):
     def convolved():
         return torch.nn.functional.silu(torch.nn.functional.conv1d(turned, kernel, groups=turned.shape[1]))
 
-    calls = {"torch": convolved, "torch.compile": torch.compile(convolved)}
+    torch.compiler.reset()  # each shape is compiled for itself
+    calls = {"torch": convolved, "torch.compile": torch.compile(convolved, dynamic=False)}
     if importlib.util.find_spec("causal_conv1d"):
         from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 

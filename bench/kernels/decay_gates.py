@@ -44,7 +44,8 @@ def line(shape, rounds):
     beta_input = torch.randn(B, N, H, device="cuda", dtype=torch.bfloat16)
     inputs = {"input": raw, "rate": rate, "bias": bias, "beta_input": beta_input}
     attributes = {"per_key": int(D is not None), "return_step": 1, "return_beta": 1}
-    launches, compiled = Launches("DecayGates", inputs, attributes), torch.compile(gates)
+    torch.compiler.reset()  # each shape is compiled for itself
+    launches, compiled = Launches("DecayGates", inputs, attributes), torch.compile(gates, dynamic=False)
     calls = {"torch": lambda: gates(*inputs.values()), "torch.compile": lambda: compiled(*inputs.values())}
     found = list(launches.run().values())
     for name, call in calls.items():

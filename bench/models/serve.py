@@ -194,7 +194,7 @@ def products(folder):
     path = next(p for p in (folder / SERVING_FILE, folder / MODEL_FILE) if p.exists())
     graph = onnx.load(path, load_external_data=False).graph
     shapes = {t.name: tuple(t.dims) for t in graph.initializer}
-    used = {name for node in graph.node if node.op_type in ("MatMul", "Gemm", "FusedMatMul") for name in node.input}
+    used = {name for node in graph.node if node.op_type in ("MatMul", "Gemm", "FusedMatMul", "Linear") for name in node.input}
     return WEIGHT_BYTES * sum(math.prod(shapes[n]) for n in used & shapes.keys() if facts["vocabulary"] not in shapes[n])
 
 

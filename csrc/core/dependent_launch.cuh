@@ -1,7 +1,9 @@
 // Launches that may begin while the launch before them in their stream still runs (programmatic dependent launch, CUDA Programming
-// Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. Until
-// wait_for_launch_before() such a kernel reads nothing that the launch before may write, and writes nothing that it reads or writes.
-// No CTA ends without waiting: so the launch behind, which waits for this one, has waited for the one before too.
+// Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. That one may itself
+// wait for the launch before it then, and so on: until wait_for_launch_before() a kernel writes nothing, and reads nothing that a launch
+// still under way may write, but weights of which the caller promises that, and lines it only brings to the L2 cache. (Attention reads
+// old keys: the append before it lets it begin behind its own wait.) No CTA ends without waiting: so the launch behind, which waits
+// for this one, has waited for the ones before too.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -42,6 +42,16 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
+// A box of rows by 64 columns of a matrix; policy: how the L2 cache keeps what it reads.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
+__device__ __forceinline__ void tma_load_rows(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier,
+                                              uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(token), "r"(head), "r"(batch)
@@ -139,8 +149,8 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
 // The products of a warpgroup for one type, whose name in PTX is `name`:
 //   wgmma_rs          c[64xN] (+)= a[64x16] b[16xN] for N of 64, 96, 128, 192 and 256, a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
-//   wgmma_ss          the same for N of 64 and 128 with a a tile too, both tiles with the summed index as columns; and c[64x8], where
-//                     kRowsSummed is of a's tile
+//   wgmma_ss          the same for N of 64 and 128 with a a tile too, both tiles with the summed index as columns; and for N of 8
+//                     and 16, where kRowsSummed is of a's tile
 #define LEANFLEET_WGMMA(type, name)                                                                                          \
   template <bool kRowsSummed>                                                                                                \
   __device__ __forceinline__ void wgmma_rs(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {            \
@@ -207,6 +217,15 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
         "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"             \
         "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"             \
         : LEANFLEET_TILE(c, 0)                                                                                               \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord), "n"(kRowsSummed ? 1 : 0));                                     \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[2][4], uint32_t a, uint32_t b, int add) {                        \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %10, 0;\nmov.b64 a, {%8, %11};\nmov.b64 b, {%9, %11};\n"          \
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." name "." name                                                          \
+        " {%0, %1, %2, %3, %4, %5, %6, %7}, a, b, p, 1, 1, %12, 0;\n}"                                                       \
+        : LEANFLEET_TILE(c, 0), LEANFLEET_TILE(c, 1)                                                                         \
         : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord), "n"(kRowsSummed ? 1 : 0));                                     \
   }                                                                                                                          \
   __device__ __forceinline__ void wgmma_ss(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {                       \

@@ -397,6 +397,32 @@ inline constexpr OpSpec kSpec = {"BlockLinear", 1, 5, 1, 1, 1, 5, kInputs, kOutp
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace block_linear
 
+namespace linear {
+enum Input { kInput, kWeight, kBias };
+enum Output { kOutOutput };
+enum Attr { kAttrGated, kAttrActivation, kAttrConstantWeight };
+enum Dim { kDimB, kDimN, kDimI, kDimO };
+enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu, kActivationSigmoid };
+inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid"};
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"weight", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{0, {}, 2, -1, {{2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 0}}, 3, -1, {{2, 0, -1, 0}, {-1, 2, -1, 0}, {3, 0, -1, 0}}}}},
+    {"bias", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 0}}, 2, -1, {{-1, 2, -1, 0}, {3, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"gated", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 5, 5, kActivationValues, nullptr, -1, nullptr},
+    {"constant_weight", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+};
+inline constexpr const RuleSpec* kRules = nullptr;
+inline constexpr const char* kSymbols[] = {"B", "N", "I", "O"};
+inline constexpr OpSpec kSpec = {"Linear", 1, 3, 1, 3, 0, 4, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace linear
+
 namespace gated_delta_rule {
 enum Input { kQuery, kKey, kValue, kLogDecay, kBeta, kInitialState, kCuSeqlens, kStateIndex };
 enum Output { kOutOutput, kOutFinalState };
@@ -639,6 +665,7 @@ inline const Op kOps[] = {
     {&gated_activation::kSpec, &gated_activation::kImpl},
     {&rms_norm::kSpec, &rms_norm::kImpl},
     {&block_linear::kSpec, &block_linear::kImpl},
+    {&linear::kSpec, &linear::kImpl},
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
     {&gated_delta_rule_grad::kSpec, &gated_delta_rule_grad::kImpl},
     {&causal_conv::kSpec, &causal_conv::kImpl},

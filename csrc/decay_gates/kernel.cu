@@ -1,4 +1,4 @@
-// A thread has one number of a token's decays; the first of them that of beta too.
+// A thread has some numbers of a token's decays, and some of beta.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -12,52 +12,89 @@ namespace leanfleet::decay_gates {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = int64_t{1} << 30;
+constexpr int64_t kMostNumbers = int64_t{1} << 31;  // of a launch: they are counted in 32 bits
 
 __device__ __forceinline__ float softplus(float x) { return x == x ? fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) : x; }
 
 // What a decay's logarithm may be: a NaN forgets everything, which leaves nothing finite where nothing should be.
 __device__ __forceinline__ float as_log_decay(float x) { return x <= 0.0f ? x : x == x ? 0.0f : -INFINITY; }
 
-// Index: uint32_t where it counts all numbers and a stride more, since each takes several divisions.
-template <class T, class Index>
-__global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ Args args) {
+// kColumns numbers of a row, of float32 or T.
+template <class T, int kColumns>
+struct alignas(kColumns * sizeof(T)) Chunk {
+  T x[kColumns];
+};
+
+// Some rows from first_row on. kColumns: 4, where heads of several columns have whole chunks of them and all rows begin at a chunk's
+// address, or 1.
+template <class T, int kColumns>
+__global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ Args args, int64_t first_row, uint32_t rows) {
   let_next_launch_begin();
-  const Index heads = static_cast<Index>(args.heads), width = static_cast<Index>(args.width), of_row = heads * width;
-  const Index tokens = static_cast<Index>(args.tokens), rows = static_cast<Index>(args.batch) * tokens;
-  const Index count = rows * of_row, betas = args.beta != nullptr ? rows * heads : 0;
-  const auto inside = [&](Index row) {
+  wait_for_launch_before();
+  const auto heads = static_cast<uint32_t>(args.heads), width = static_cast<uint32_t>(args.width), of_row = heads * width;
+  const uint32_t chunks_of_row = of_row / kColumns, chunks = rows * chunks_of_row;
+  const uint32_t own = blockIdx.x * kThreads + threadIdx.x;
+  if (own >= chunks) return;
+  const auto inside = [&](int64_t row) {
     if (args.query_lens == nullptr) return true;
-    const int32_t own = args.query_lens[row / tokens];
-    return own > 0 && row % tokens < static_cast<Index>(own);
+    const int64_t request = row / args.tokens;
+    return row - request * args.tokens < args.query_lens[request];
   };
-  for (Index i = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; i < count;
-       i += static_cast<Index>(gridDim.x) * kThreads) {
-    const Index row = i / of_row, column = i - row * of_row;
-    float step = 0.0f, log_decay = 0.0f;
-    if (inside(row)) {
-      const float x = static_cast<float>(static_cast<const T*>(args.input)[row * args.input_pitch + column]);
-      step = softplus(args.bias != nullptr ? x + args.bias[column] : x);
+  const uint32_t of_launch = own / chunks_of_row, column = (own - of_launch * chunks_of_row) * kColumns;
+  const int64_t row = first_row + of_launch;
+  Chunk<float, kColumns> steps = {}, log_decays = {};
+  if (inside(row)) {
+    const auto input =
+        *reinterpret_cast<const Chunk<T, kColumns>*>(static_cast<const T*>(args.input) + row * args.input_pitch + column);
+    Chunk<float, kColumns> bias = {};
+    if (args.bias != nullptr) bias = *reinterpret_cast<const Chunk<float, kColumns>*>(args.bias + column);
+    const uint32_t head = width == 1 ? column : column / width;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const float x = static_cast<float>(input.x[j]);
+      float step = softplus(args.bias != nullptr ? x + bias.x[j] : x);
       if (step < args.step_min) step = args.step_min;
       if (step > args.step_max) step = args.step_max;
-      log_decay = as_log_decay(args.rate[column / width] * step);
+      steps.x[j] = step;
+      log_decays.x[j] = as_log_decay(args.rate[width == 1 ? head + j : head] * step);
     }
-    args.log_decay[i] = log_decay;
-    if (args.step != nullptr) args.step[i] = step;
-    if (i >= betas) continue;
-    const Index beta_row = i / heads, head = i - beta_row * heads;
-    const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[beta_row * args.beta_pitch + head]);
-    args.beta[i] = inside(beta_row) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
   }
+  const int64_t at = row * of_row + column;
+  *reinterpret_cast<Chunk<float, kColumns>*>(args.log_decay + at) = log_decays;
+  if (args.step != nullptr) *reinterpret_cast<Chunk<float, kColumns>*>(args.step + at) = steps;
+  if (args.beta == nullptr) return;
+  for (uint32_t i = own; i < rows * heads; i += chunks) {
+    const uint32_t beta_row = i / heads, beta_head = i - beta_row * heads;
+    const int64_t of_all = first_row + beta_row;
+    const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[of_all * args.beta_pitch + beta_head]);
+    args.beta[of_all * heads + beta_head] = inside(of_all) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
+  }
+}
+
+template <class T, int kColumns>
+int launch_chunks(const Args& args, cudaStream_t stream) {
+  const int64_t of_row = args.heads * args.width, rows = args.batch * args.tokens;
+  if (rows == 0 || of_row == 0) return cudaSuccess;
+  if (of_row > kMostNumbers) return cudaErrorInvalidConfiguration;
+  const int64_t together = kMostNumbers / of_row;
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t count = rows - first < together ? rows - first : together;
+    const auto blocks = static_cast<unsigned>((count * of_row / kColumns + kThreads - 1) / kThreads);
+    const cudaError_t error =
+        launch_dependently<GateKernel<T, kColumns>>(dim3(blocks), kThreads, stream, args, first, static_cast<uint32_t>(count));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <class T>
 int launch_type(const Args& args, cudaStream_t stream) {
-  const int64_t count = args.batch * args.tokens * args.heads * args.width, blocks = (count + kThreads - 1) / kThreads;
-  if (blocks == 0) return cudaSuccess;
-  const auto kernel = count < int64_t{1} << 31 ? GateKernel<T, uint32_t> : GateKernel<T, int64_t>;
-  kernel<<<static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  bool whole = args.heads * args.width % 4 == 0 && (args.width == 1 || args.width % 4 == 0) && args.input_pitch % 4 == 0 &&
+               reinterpret_cast<uintptr_t>(args.input) % (4 * sizeof(T)) == 0;
+  for (const float* data :
+       {static_cast<const float*>(args.bias), static_cast<const float*>(args.log_decay), static_cast<const float*>(args.step)})
+    whole = whole && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  return whole ? launch_chunks<T, 4>(args, stream) : launch_chunks<T, 1>(args, stream);
 }
 
 }  // namespace

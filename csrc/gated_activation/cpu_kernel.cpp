@@ -1,21 +1,9 @@
 #include "core/simd.h"
-#include "gated_activation/gated_activation.h"
+#include "gated_activation/activated.h"
 
 namespace leanfleet::gated_activation::LEANFLEET_ISA {
 
 namespace {
-
-template <Kind kind>
-Vec activated(Vec gate) {
-  if constexpr (kind == Kind::kSilu) return gate / (1.0f + exp(-gate));
-  if constexpr (kind == Kind::kSigmoid) return sigmoid(gate);
-  if constexpr (kind == Kind::kGeluTanh)
-    return gate / (1.0f + exp(-kTanhScale * gate * fma(gate * gate, broadcast(kTanhCube), broadcast(1.0f))));
-  if constexpr (kind == Kind::kRelu) return select((VecInt)(gate < 0.0f), Vec{}, gate);  // NaN stays
-  Vec result;
-  for (int i = 0; i < kLanes; ++i) result[i] = 0.5f * gate[i] * (1.0f + __builtin_erff(gate[i] * kSqrtHalf));
-  return result;
-}
 
 // A head's columns of a row. skip: null where there is none.
 template <class T, Kind kind>

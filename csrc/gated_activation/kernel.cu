@@ -4,7 +4,7 @@
 
 #include "core/op.h"
 #include "core/with_type.cuh"
-#include "gated_activation/gated_activation.h"
+#include "gated_activation/activated.cuh"
 
 namespace leanfleet::gated_activation {
 
@@ -12,16 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMostBlocks = int64_t{1} << 30;
-
-template <Kind kind>
-__device__ float activated(float gate) {
-  if constexpr (kind == Kind::kSilu) return __fdividef(gate, 1.0f + __expf(-gate));
-  if constexpr (kind == Kind::kSigmoid) return 1.0f / (1.0f + expf(-gate));  // __expf loses digits far below 0
-  if constexpr (kind == Kind::kGelu) return 0.5f * gate * (1.0f + erff(gate * kSqrtHalf));
-  if constexpr (kind == Kind::kGeluTanh)
-    return __fdividef(gate, 1.0f + __expf(-kTanhScale * gate * (1.0f + kTanhCube * gate * gate)));
-  return gate < 0.0f ? 0.0f : gate;  // NaN stays
-}
 
 // kWide: heads are whole chunks of 16 bytes on addresses that are multiples of them; else a chunk is one element.
 template <class T, Kind kind, bool kWide>

@@ -85,7 +85,7 @@ __device__ __forceinline__ void append_row(const Args& args, const Scales& scale
 // A warp takes the key or the value of a token and head.
 template <class T>
 __global__ void __launch_bounds__(256) AppendNarrowKernel(const __grid_constant__ Args args) {
-  let_next_launch_begin();
+  begin_append();
   if (args.packed_tokens && !args.lone_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   if (!args.append) return;
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * 2;
@@ -113,8 +113,8 @@ template <class T>
 int launch(const Args& args, cudaStream_t stream) {
   const int64_t rows =
       args.append ? static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * 2 : ceil_div(args.batch, 32);
-  AppendNarrowKernel<T><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
-  return cudaGetLastError();
+  const dim3 ctas(static_cast<unsigned>(rows < 8192 ? (rows + 7) / 8 : 1024));
+  return launch_dependently<AppendNarrowKernel<T>>(ctas, 256, stream, args);
 }
 
 }  // namespace

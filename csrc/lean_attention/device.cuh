@@ -675,6 +675,13 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
   return named_barrier_any(1, threads, thread == 0 && before == others);
 }
 
+// What an append begins with. The attention behind it may read old keys from when all launches before the append have ended, not
+// earlier: they may be appends of other steps to the same caches.
+__device__ __forceinline__ void begin_append() {
+  wait_for_launch_before();
+  let_next_launch_begin();
+}
+
 // With plan.merge_apart: one thread of the range says at its begin that it cuts no unit, and the same thread which, where it is the
 // first of a unit's contributors. The merge may be launched from now on: it waits for the end of all CTAs, so that nothing else has to.
 __device__ __forceinline__ void begin_cuts(const Args& args, int range) {

@@ -1056,6 +1056,7 @@ __global__ void __launch_bounds__(32 * direct_warps(kWidth, 8 * kBlocks, bits_of
   using Shared = DirectShared<T, kWidth, 8 * kBlocks, bits_of_form(kKeys)>;
   using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues, kPartial, Shared, false, kBlocks>;
   using P = uint32_t;
+  let_next_launch_begin();
   const DirectGrid& grid = launch.grid;
   Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = 8192 / kWidth;
@@ -1196,6 +1197,7 @@ __global__ void __launch_bounds__(32 * one_segment_warps(kWidth, kSmall), one_se
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   if (kOf == UnitOf::kCluster) return;  // there are none to be launched: nothing of it is compiled
 #endif
+  let_next_launch_begin();
   constexpr int kWarps = one_segment_warps(kWidth, kSmall);
   using Shared = OneSegmentShared<T, kWidth, kRows, kWarps, kOf == UnitOf::kCluster>;
   using Cta = DirectCta<T, kWidth, true, kKeys, kValues, kKeys == kOfT, Shared, true, kRows / 8>;

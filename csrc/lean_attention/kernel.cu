@@ -252,6 +252,7 @@ int for_type(const Args& args, F&& launch) {
 // pieces of packed tokens what others append; and the notes of these pieces.
 template <class T, class Chunk, bool kRope, bool kPieces>
 __global__ void __launch_bounds__(256) AppendKernel(const __grid_constant__ Args args) {
+  begin_append();
   if constexpr (kPieces) {
     note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
     if (!args.append) return;
@@ -263,8 +264,8 @@ constexpr int kAppendApart = 64;  // new tokens
 template <class T, class Chunk, bool kRope, bool kPieces>
 int launch_append(const Args& args, cudaStream_t stream) {
   const int64_t rows = args.append ? static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads : ceil_div(args.batch, 32);
-  AppendKernel<T, Chunk, kRope, kPieces><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
-  return cudaGetLastError();
+  const dim3 ctas(static_cast<unsigned>(rows < 8192 ? (rows + 7) / 8 : 1024));
+  return launch_dependently<AppendKernel<T, Chunk, kRope, kPieces>>(ctas, 256, stream, args);
 }
 
 bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }

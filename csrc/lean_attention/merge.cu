@@ -171,6 +171,7 @@ struct Merge {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kPerSm) MergeKernel(const __grid_constant__ Args args, bool scales_far) {
   __shared__ Shared shared;
+  let_next_launch_begin();
   wait_for_launch_before();
   const Merge<T> merge{args, scales_far, shared, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
 #pragma unroll 1

@@ -1433,6 +1433,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth, kRows>::kMaxThreads, 1)
   if constexpr (kRows == 128) return;  // wgmma_kernel.cuh has these
 #endif
   using Tile = MmaTile<kWidth, kRows>;
+  let_next_launch_begin();
   Args args = launch_args;   // so that the compiler knows the plan's constants
   args.lone_tokens = false;  // never here
   args.plan.key_tile = Tile::kTokens;

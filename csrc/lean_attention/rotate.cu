@@ -110,7 +110,7 @@ __device__ __forceinline__ int owner_of_token(const Args& args, int token) {
 template <class T>
 __global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ Args args, int first_row) {
   constexpr int kAtOnce = 4;
-  let_next_launch_begin();
+  begin_append();
   if (!args.lone_tokens) note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
   const int lane = threadIdx.x % 32, warps = gridDim.x * 8;
   const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8, chunks = args.value_width / 8;
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ Arg
 int launch_prepare(const Args& args, bool queries, void* stream) {
   const int ctas = clamp(ceil_div(args.total_tokens, 8), 1, 8192), first_row = queries ? 0 : args.heads;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (args.dtype == static_cast<int>(DType::kFloat16)) PrepareKernel<__half><<<ctas, 256, 0, on>>>(args, first_row);
-  else PrepareKernel<__nv_bfloat16><<<ctas, 256, 0, on>>>(args, first_row);
-  return cudaGetLastError();
+  if (args.dtype == static_cast<int>(DType::kFloat16))
+    return launch_dependently<PrepareKernel<__half>>(dim3(ctas), 256, on, args, first_row);
+  return launch_dependently<PrepareKernel<__nv_bfloat16>>(dim3(ctas), 256, on, args, first_row);
 }
 
 int launch_rotate(Args& args, void* stream) {

@@ -156,6 +156,9 @@ Status read_attributes(const OpSpec& spec, const char* node, const Attributes& f
 // cuda.cpp, in builds with CUDA. `stream` is a cudaStream_t.
 Status zero_on_stream(const Call& call, void* memory, size_t bytes, void* stream);
 Status is_capturing(const Call& call, void* stream, bool* capturing);
+// Memory of the device beside the provider's arena.
+Status allocate_apart(const Call& call, size_t bytes, void** memory);
+void free_apart(void* memory);
 
 // shape_inference.cpp: OrtCustomOp::InferOutputShapeFn.
 OrtStatus* ORT_API_CALL infer_output_shapes(const OrtCustomOp* op, OrtShapeInferContext* context);

@@ -101,19 +101,19 @@ class OrtThreads : public Threads {
 #ifdef LEANFLEET_CUDA
 
 // Sync words of one node: zeroed once, and left zero by every launch. A launch has them to itself while it is
-// being enqueued and returns them for later launches on the same stream, which run after it.
+// being enqueued and returns them for later launches on the same stream, which run after it. They are none of the arena's memory:
+// what a captured graph uses of that is free again for the arena, and each replay overwrites it.
 class SyncWords {
  public:
   struct Words {
     void* stream;
     size_t bytes;
-    Buffer buffer;
+    std::unique_ptr<void, void (*)(void*)> memory;
     bool busy, zero;
   };
 
   // Null during a capture in which none are free: nothing is allocated then.
-  Status take(const CustomOp& op, OrtKernelContext* context, OrtAllocator* allocator, const Call& call, void* stream,
-              size_t bytes, Words** taken) {
+  Status take(const Call& call, void* stream, size_t bytes, Words** taken) {
     std::lock_guard<std::mutex> lock(mutex_);
     *taken = nullptr;
     for (const std::unique_ptr<Words>& words : all_)
@@ -124,12 +124,12 @@ class SyncWords {
       if (capturing) return {};
       size_t capacity = 4096;  // doubled, so that slowly growing shapes do not leave a trail of buffers
       while (capacity < bytes) capacity *= 2;
-      Buffer buffer(allocator);
-      LEANFLEET_RETURN_IF_ERROR(buffer.allocate(op, context, capacity));
-      all_.push_back(std::make_unique<Words>(Words{stream, capacity, std::move(buffer), false, false}));
+      void* memory = nullptr;
+      LEANFLEET_RETURN_IF_ERROR(allocate_apart(call, capacity, &memory));
+      all_.push_back(std::make_unique<Words>(Words{stream, capacity, {memory, free_apart}, false, false}));
       *taken = all_.back().get();
     }
-    if (!(*taken)->zero) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, (*taken)->buffer.data(), (*taken)->bytes, stream));
+    if (!(*taken)->zero) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, (*taken)->memory.get(), (*taken)->bytes, stream));
     (*taken)->busy = (*taken)->zero = true;
     return {};
   }
@@ -158,7 +158,7 @@ struct Kernel {
   bool connected[kMaxOutputs] = {};  // outputs that the node has a name for
   std::unique_ptr<OrtAllocator, void(ORT_API_CALL*)(OrtAllocator*)> allocator;
 #ifdef LEANFLEET_CUDA
-  SyncWords sync_words;  // after the allocator, which must outlive it
+  SyncWords sync_words;
 #endif
 };
 
@@ -278,9 +278,7 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
 
   SyncWords::Words* words = nullptr;
   const size_t sync_bytes = needed.sync_bytes();
-  if (sync_bytes > 0)
-    LEANFLEET_RETURN_IF_ERROR(
-        kernel.sync_words.take(kernel.op, context, kernel.allocator.get(), call, stream, sync_bytes, &words));
+  if (sync_bytes > 0) LEANFLEET_RETURN_IF_ERROR(kernel.sync_words.take(call, stream, sync_bytes, &words));
   // Without words of its own the node takes scratch, zeroed by a memset that a replay of a capture repeats.
   const size_t own_sync_bytes = words == nullptr ? sync_bytes : 0;
   const Status status = [&]() -> Status {
@@ -288,7 +286,7 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
     LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes()));
     char* const scratch = buffer.data() + own_sync_bytes;
     if (own_sync_bytes > 0) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
-    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(), sync_bytes);
+    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->memory.get(), sync_bytes);
     place_unread_outputs(kernel, &call, ws);
     return run_cuda(*kernel.op.op, call, target, ws);
   }();

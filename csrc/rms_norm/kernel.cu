@@ -14,8 +14,7 @@ namespace leanfleet::rms_norm {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kMostRows = 65535;  // side by side
+constexpr int threads_of(int team) { return team > 32 ? team : 256; }  // of a CTA
 
 // 16 bytes of T, or one number of it.
 template <class T, bool kWide>
@@ -134,7 +133,7 @@ struct Columns {
   }
 };
 
-// combine() over a team. shared: of kThreads / 32 numbers, for a team that is a CTA.
+// combine() over a team. shared: of kTeam / 32 numbers, for a team that is a CTA.
 template <int kTeam, class F>
 __device__ __forceinline__ float over_team(float x, float* shared, F&& combine) {
 #pragma unroll
@@ -151,94 +150,106 @@ __device__ __forceinline__ float over_team(float x, float* shared, F&& combine) 
   return x;
 }
 
+// The row of a unit, of which each row has `groups`.
+__device__ __forceinline__ int64_t row_of_unit(int64_t unit, int64_t groups) {
+  if (groups == 1) return unit;
+  if (unit <= UINT32_MAX)
+    return static_cast<uint32_t>(unit) / static_cast<uint32_t>(groups);  // a row of more has no units here
+  return unit / groups;
+}
+
 // kTeam: threads that have a unit: of a warp, or all of a CTA. kHeld: columns that a thread keeps, in 16 bytes or, not kWide, single
-// ones; of units with more the others are read again. A CTA has units side by side in a row, blockIdx.x says which; teams behind the
-// row's last unit do what that of the last one does, and write nothing.
+// ones; of units with more the others are read again. A CTA of several teams has units one after the other; teams behind the last
+// unit do what that of the last one does, and write nothing.
 template <class T, int kTeam, int kHeld, bool kWide>
-__global__ void __launch_bounds__(kThreads, kTeam > 32  ? 2
-                                            : kHeld > 1 ? 3
-                                                        : 5) RmsNormKernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(threads_of(kTeam), kTeam > 32  ? 512 / kTeam
+                                                     : kHeld > 1 ? 3
+                                                                 : 5)
+    RmsNormKernel(const __grid_constant__ Args args, int64_t first_cta) {
   using C = Columns<T, kWide>;
-  constexpr int kStep = kTeam * C::kColumns;
-  __shared__ float shared[kThreads / 32];
+  constexpr int kStep = kTeam * C::kColumns, kUnits = threads_of(kTeam) / kTeam;
+  __shared__ float shared[threads_of(kTeam) / 32];
   let_next_launch_begin();
-  const int64_t group = args.group, last = args.width - group;
-  const int64_t own = (static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam) * group;
-  const bool exists = own <= last;
+  wait_for_launch_before();
+  const int64_t group = args.group, groups = args.width / group, units = args.rows * groups;
   const int64_t first = static_cast<int64_t>(threadIdx.x) % kTeam * C::kColumns, behind = first + int64_t{kHeld} * kStep;
   const auto add = [](float a, float b) { return a + b; };
-  for (int64_t row = blockIdx.y; row < args.rows; row += gridDim.y) {
-    const Unit<T> unit = unit_at<T>(args, row, exists ? own : last);
-    C held[kHeld];
-    float weights[kHeld][C::kColumns];
+  const int64_t own = (first_cta + blockIdx.x) * kUnits + threadIdx.x / kTeam;
+  const bool exists = own < units;
+  const int64_t index = exists ? own : units - 1, row = row_of_unit(index, groups);
+  const Unit<T> unit = unit_at<T>(args, row, (index - row * groups) * group);
+  C held[kHeld];
+  float weights[kHeld][C::kColumns];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
-      if (first + j * kStep < group) held[j].load(args, unit, first + j * kStep);
+  for (int j = 0; j < kHeld; ++j)
+    if (first + j * kStep < group) held[j].load(args, unit, first + j * kStep);
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
-      if (first + j * kStep < group) C::load_weights(args.weight + unit.weight + first + j * kStep, weights[j]);
-    float squares = 0.0f;
+  for (int j = 0; j < kHeld; ++j)
+    if (first + j * kStep < group) C::load_weights(args.weight + unit.weight + first + j * kStep, weights[j]);
+  float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if (first + j * kStep < group) {
-        held[j].make(args, unit, first + j * kStep, exists);
-        squares = held[j].squares(squares);
-      }
+  for (int j = 0; j < kHeld; ++j) {
+    if (first + j * kStep < group) {
+      held[j].make(args, unit, first + j * kStep, exists);
+      squares = held[j].squares(squares);
     }
-    // What is not kept, one after the other.
-    const auto for_others = [&](auto&& take) {
-      if constexpr (kTeam > 32) {  // launch_type has smaller teams keep all
+  }
+  // What is not kept, one after the other.
+  const auto for_others = [&](auto&& take) {
+    if constexpr (kTeam > 32) {  // launch_type has smaller teams keep all
 #pragma unroll 1
-        for (int64_t column = behind; column < group; column += kStep) {
-          C columns;
-          columns.load(args, unit, column);
-          columns.make(args, unit, column, exists);
-          take(columns, column);
-        }
+      for (int64_t column = behind; column < group; column += kStep) {
+        C columns;
+        columns.load(args, unit, column);
+        columns.make(args, unit, column, exists);
+        take(columns, column);
       }
-    };
-    for_others([&](const C& columns, int64_t) { squares = columns.squares(squares); });
-    const float sum = over_team<kTeam>(squares, shared, add), count = static_cast<float>(group);
-    float factor = 1.0f / sqrtf(sum / count + args.epsilon);
-    const bool lost = !(sum <= kMostSum && (sum >= kLeastSum || args.epsilon >= kLeastEpsilon));
-    // Float32 has lost something: again of numbers times a power of two. The same in the whole team, and in all teams of a warp.
-    if (kTeam > 32 ? lost : __any_sync(tile::kFullWarp, lost)) {
-      float most = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j)
-        if (first + j * kStep < group) most = held[j].largest(most);
-      for_others([&](const C& columns, int64_t) { most = columns.largest(most); });
-      most = over_team<kTeam>(most, shared, [](float a, float b) { return fmaxf(a, b); });
-      const float scale = exp2f(fminf(fmaxf(-rintf(log2f(most)), -126.0f), 60.0f));
-      squares = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j)
-        if (first + j * kStep < group) squares = held[j].squares(squares, scale);
-      for_others([&](const C& columns, int64_t) { squares = columns.squares(squares, scale); });
-      squares = over_team<kTeam>(squares, shared, add);
-      if (lost) factor = scale / sqrtf(squares / count + args.epsilon * scale * scale);
     }
-    if (unit.weight >= args.normed) factor = 1.0f;
-    if (exists) {
+  };
+  for_others([&](const C& columns, int64_t) { squares = columns.squares(squares); });
+  const float sum = over_team<kTeam>(squares, shared, add), count = static_cast<float>(group);
+  float factor = 1.0f / sqrtf(sum / count + args.epsilon);
+  const bool lost = !(sum <= kMostSum && (sum >= kLeastSum || args.epsilon >= kLeastEpsilon));
+  // Float32 has lost something: again of numbers times a power of two. The same in the whole team, and in all teams of a warp.
+  if (kTeam > 32 ? lost : __any_sync(tile::kFullWarp, lost)) {
+    float most = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kHeld; ++j)
-        if (first + j * kStep < group) held[j].write(args, unit, first + j * kStep, factor, weights[j]);
-      for_others([&](C& columns, int64_t column) {
-        C::load_weights(args.weight + unit.weight + column, weights[0]);
-        columns.write(args, unit, column, factor, weights[0]);
-      });
-    }
+    for (int j = 0; j < kHeld; ++j)
+      if (first + j * kStep < group) most = held[j].largest(most);
+    for_others([&](const C& columns, int64_t) { most = columns.largest(most); });
+    most = over_team<kTeam>(most, shared, [](float a, float b) { return fmaxf(a, b); });
+    const float scale = exp2f(fminf(fmaxf(-rintf(log2f(most)), -126.0f), 60.0f));
+    squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (first + j * kStep < group) squares = held[j].squares(squares, scale);
+    for_others([&](const C& columns, int64_t) { squares = columns.squares(squares, scale); });
+    squares = over_team<kTeam>(squares, shared, add);
+    if (lost) factor = scale / sqrtf(squares / count + args.epsilon * scale * scale);
+  }
+  if (unit.weight >= args.normed) factor = 1.0f;
+  if (exists) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (first + j * kStep < group) held[j].write(args, unit, first + j * kStep, factor, weights[j]);
+    for_others([&](C& columns, int64_t column) {
+      C::load_weights(args.weight + unit.weight + column, weights[0]);
+      columns.write(args, unit, column, factor, weights[0]);
+    });
   }
 }
 
 template <class T, int kTeam, int kHeld, bool kWide>
 int launch_team(const Args& args, cudaStream_t stream) {
-  constexpr int64_t kUnits = kThreads / kTeam;
-  const int64_t groups = args.width / args.group;
-  const dim3 blocks(static_cast<unsigned>((groups + kUnits - 1) / kUnits),
-                    static_cast<unsigned>(args.rows < kMostRows ? args.rows : kMostRows));
-  RmsNormKernel<T, kTeam, kHeld, kWide><<<blocks, kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  constexpr int64_t kUnits = threads_of(kTeam) / kTeam;
+  const int64_t ctas = (args.rows * (args.width / args.group) + kUnits - 1) / kUnits;
+  for (int64_t first = 0; first < ctas; first += INT32_MAX) {
+    const dim3 blocks(static_cast<unsigned>(ctas - first < INT32_MAX ? ctas - first : INT32_MAX));
+    const cudaError_t error =
+        launch_dependently<RmsNormKernel<T, kTeam, kHeld, kWide>>(blocks, threads_of(kTeam), stream, args, first);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 template <class T>
@@ -249,10 +260,11 @@ int launch_type(const Args& args, cudaStream_t stream) {
                            static_cast<const void*>(args.output), static_cast<const void*>(args.sum)})
     wide = wide && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   if (!wide)
-    return args.group <= 128 ? launch_team<T, 32, 4, false>(args, stream) : launch_team<T, kThreads, 4, false>(args, stream);
+    return args.group <= 128 ? launch_team<T, 32, 4, false>(args, stream) : launch_team<T, 256, 4, false>(args, stream);
   if (args.group <= 16 * kColumns) return launch_team<T, 16, 1, true>(args, stream);
   if (args.group <= 64 * kColumns) return launch_team<T, 32, 2, true>(args, stream);
-  return launch_team<T, kThreads, 2, true>(args, stream);
+  if (args.group <= 256 * kColumns) return launch_team<T, 128, 2, true>(args, stream);
+  return launch_team<T, 256, 2, true>(args, stream);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from leanfleet.export.fusions.drop_transposes import drop_transposes
 from leanfleet.export.fusions.fold_scales import fold_scales
 from leanfleet.export.fusions.fuse_decay_gates import fuse_decay_gates
 from leanfleet.export.fusions.fuse_gates import fuse_gates
+from leanfleet.export.fusions.fuse_linear import fuse_linear
 from leanfleet.export.fusions.fuse_norms import fuse_norms
 from leanfleet.export.fusions.fuse_residuals import fuse_residuals
 from leanfleet.export.fusions.fuse_rotary import fuse_rotary
@@ -63,6 +64,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_norms,  # of gates and of parts that no pass before packs
     read_columns,  # of splits that later passes look for
     nest_splits,  # which side_by_side would not know
+    fuse_linear,  # after all that look for products
 )
 
 

@@ -1,4 +1,4 @@
-"""RMS norms with a gate behind them, of columns of a wider product, and of sums in bfloat16 -> RmsNorm."""
+"""RMS norms with a gate behind them, of columns of a wider product, and of sums in 16 bits -> RmsNorm."""
 
 import onnx_ir as ir
 
@@ -86,9 +86,9 @@ def _fuse_part(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:
 
 
 def _fuse_sum(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:
-    """A sum in bfloat16 and its norm, for which ONNX Runtime has two kernels. Whether it was done."""
+    """A sum in 16 bits and its norm, for which ONNX Runtime has two kernels in bfloat16. Whether it was done."""
     total, width = producer(norm.x, "Add"), width_of(norm.x)
-    if total is None or width is None or norm.x.dtype != ir.DataType.BFLOAT16 or norm.x.is_graph_output():
+    if total is None or width is None or norm.x.dtype == ir.DataType.FLOAT or norm.x.is_graph_output():
         return False
     shapes = [value.shape if value is not None else None for value in (norm.x, norm.output, *total.inputs)]
     if any(shape is None or not named(shape) or list(shape) != list(shapes[0] or ()) for shape in shapes):
@@ -104,7 +104,7 @@ def _fuse_sum(graph: ir.Graph, norm: Norm, weights: Weights) -> bool:
 
 
 def fuse_norms(model: ir.Model, positions: int | None = None) -> int:
-    """A norm of heads and the gate behind it become one kernel (Qwen3-Next, Kimi-Linear), as do a sum in bfloat16 and its norm,
+    """A norm of heads and the gate behind it become one kernel (Qwen3-Next, Kimi-Linear), as do a sum in 16 bits and its norm,
     and norms of queries and keys read them where their product puts them: read_columns finds RmsNorm there. Weights are
     float32. After fuse_gates, fuse_residuals and pack_heads, before read_columns. Returns how many.
     """

@@ -57,6 +57,8 @@ def _rms_norm(product: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
         if not found or (cast and not widened):
             continue
         x = widened.inputs[0] if widened else found[0]
+        if widened and x.dtype == ir.DataType.FLOAT16:
+            continue  # fuse_norms', whose kernel begins while the one before it ends
         if x.dtype == weight.dtype == product.outputs[0].dtype:
             return x, weight, found[1]
     return None
@@ -121,9 +123,9 @@ def _set_functions(model: ir.Model, epsilons: dict[str, float], lengths: dict[st
 
 def fuse_residuals(model: ir.Model, positions: int | None = None) -> int:
     """A sum and the norm that reads it become one node, com.microsoft.SkipSimplifiedLayerNormalization or
-    SkipLayerNormalization, which gives the sum too; with functions of these names for other runtimes. In float32 and float16,
-    and for norms of the first one's epsilon and number of parameters alone: a name has one function. Returns the number of
-    places.
+    SkipLayerNormalization, which gives the sum too; with functions of these names for other runtimes. In float32, in
+    float16 where the norm is not widened to float32, and for norms of the first one's epsilon and number of parameters
+    alone: a name has one function. Returns the number of places.
 
     ONNX Runtime does so by itself only where nothing else reads the sum. Its CUDA kernels add up in float32 since 2026.
     """

@@ -20,6 +20,7 @@ FILES = [
     "operators/test_normalized_linear_attention.py",
     "operators/test_sample_tokens.py",
     "operators/test_gated_activation.py",
+    "operators/test_linear.py",
     "operators/test_gated_delta_rule.py",
     "operators/test_causal_conv.py",
     "operators/test_decay_gates.py",

@@ -24,6 +24,7 @@ from support import (
     linear_cases,
     merging_cases,
     norm_cases,
+    product_cases,
     quantised_cases,
     ranks,
 )
@@ -60,7 +61,9 @@ def test_faults_are_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def small_operators(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["GatedActivation", gate_cases.NAME, norm_cases.NAME])
+    return build(
+        tmp_path_factory.mktemp("simulated"), ["GatedActivation", gate_cases.NAME, norm_cases.NAME, product_cases.NAME]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,18 @@ def test_rms_norm(small_operators, dtype):
     inputs["input"] = torch.full_like(inputs["input"], 1e30)
     found = run_simulated(small_operators, norm_cases.NAME, inputs, attrs)["output"]
     torch.testing.assert_close(found, inputs["weight"].expand(1, 2, -1), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", product_cases.DTYPES, ids=str)
+def test_linear(small_operators, dtype):
+    """That of few rows, whose CTAs share tiles in many ways, and the one that needs no cuBLAS."""
+    before = products(small_operators, "group_products")
+    for seed, sizes in enumerate(product_cases.SIZES):
+        for inputs, attrs in product_cases.calls(sizes, dtype, seed):
+            for sms in (3, 132):
+                found = run_simulated(small_operators, product_cases.NAME, inputs, attrs, seed=seed, sms=sms)
+                product_cases.assert_right(found, inputs, attrs, product_cases.rounds_products(sizes))
+    assert (products(small_operators, "group_products") > before) == (dtype != torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import block_cases, conv_cases, delta_cases, gate_cases, norm_cases, ort_models, sampling_cases
+from support import block_cases, conv_cases, delta_cases, gate_cases, norm_cases, ort_models, product_cases, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -568,6 +568,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
     elif name == "RmsNorm":
         inputs, attrs = norm_cases.make((2, 9, 30, 10), torch.float32, addend=True, gate=False)
         present, rank = list(inputs), None
+    elif name == "Linear":
+        inputs, attrs = product_cases.make((2, 3, 16, 6), torch.float32, gated=True)
+        present, rank = list(inputs), None
     elif name in ("AllReduce", "AllGather"):
         inputs, attrs, present, rank = {"input": torch.randn(7)}, {}, ["input"], None
     elif name == "MergeAttention":
@@ -579,7 +582,7 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
     model = one_node_model(name, present, attrs, {"log_decay": rank})
     exchanged = name in ("AllReduce", "AllGather", "MergeAttention")  # one form alone, in a world of one
     assert model.graph.node[0].overload not in ("", "" if exchanged else "default")
-    least = {"GatedActivation": 4, "AllReduce": 0, "AllGather": 0}.get(name, 11)  # operators of its body
+    least = {"GatedActivation": 4, "Linear": 6, "AllReduce": 0, "AllGather": 0}.get(name, 11)  # operators of its body
     for library in (True, False):
         (folder := tmp_path / str(library)).mkdir()
         session = session_of(model, library, enable_profiling=True, profile_file_prefix=str(folder / "profile"))

@@ -1,5 +1,6 @@
 """The rewrites of an exported decoder's graph compute what they replace, and reach the kernels that they are for."""
 
+import copy
 import itertools
 import warnings
 
@@ -397,10 +398,12 @@ BATCH, TOKENS = (torch.export.Dim(n) for n in ("batch", "tokens"))
 @pytest.mark.parametrize("simplified", [True, False])
 @pytest.mark.parametrize("epsilons, fused", [((1e-5,) * 4, 3), ((1e-5, 1e-5, 1e-3, 1e-5), 2)])
 def test_a_sum_and_its_norm(epsilons, fused, simplified, dtype):
-    """ONNX Runtime's kernels, and the functions, which hold one epsilon."""
+    """ONNX Runtime's kernels, and the functions, which hold one epsilon; RmsNorm in float16, whose functions are one for each."""
     torch.manual_seed(6)
     module, x = Residuals(simplified, epsilons).eval().to(dtype), (30 * torch.randn(2, 5, HIDDEN)).to(dtype)
     name = "SkipSimplifiedLayerNormalization" if simplified else "SkipLayerNormalization"
+    if simplified and dtype == torch.float16:
+        name, fused = "RmsNorm", 3
     found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), name)
     assert (found.count(name), found.count("Add")) == (fused, (3 - fused) + simplified * (4 - fused))
 
@@ -606,11 +609,12 @@ class Mamba(torch.nn.Module):
 def test_what_stands_around_recurrent_layers(dtype, gate_of_heads):
     torch.manual_seed(7)
     module, x = Mamba(gate_of_heads).eval().to(dtype), torch.randn(2, 5, HIDDEN).to(dtype)
-    found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization", 3)
+    norm, product = ("RmsNorm", "Linear") if dtype == torch.float16 else ("SkipSimplifiedLayerNormalization", "MatMul")
+    found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), norm, 3)
     # One Split of four parts, nested.
-    assert [found.count(n) for n in ("Split", "MatMul", "GatedActivation", "Softplus")] == [2, 2, 1, 1]
+    assert [found.count(n) for n in ("Split", product, "GatedActivation", "Softplus")] == [2, 2, 1, 1]
     assert not {"Where", "Greater", "Clip", "Sigmoid"} & {*found}
-    assert found.count("SkipSimplifiedLayerNormalization") == 1 and found.count("Mul") == 1  # the one by steps
+    assert found.count(norm) == 1 and found.count("Mul") == 1  # the one by steps
 
 
 class Skipped(torch.nn.Module):
@@ -1145,7 +1149,7 @@ def test_norms_of_a_product_that_do_not_fit_together():
 
 @pytest.mark.parametrize("wide", (False, True), ids=("weights of their type", "weights of float32"))
 def test_sums_and_norms_in_bfloat16(wide):
-    """One kernel that gives both; in float16 and float32 they are SkipSimplifiedLayerNormalization."""
+    """One kernel that gives both; in float32 they are SkipSimplifiedLayerNormalization."""
 
     class Stream(torch.nn.Module):
         def __init__(self):
@@ -1211,3 +1215,50 @@ def test_what_is_no_norm_is_not_narrowed():
             return (wide / torch.sqrt(wide.abs() * 1e-9) * self.weight.float()).to(x.dtype)
 
     assert counts_of(Scaled().half(), torch.randn(2, 5, HIDDEN).half())[0]["narrow_norms"] == 0
+
+
+class Products(torch.nn.Module):
+    """A gated feed-forward layer and a product of its input. kept: the gate's product is read by something else too."""
+
+    def __init__(self, bias, kept=False):
+        super().__init__()
+        self.up, self.kept = torch.nn.Linear(HIDDEN, 2 * HIDDEN, bias=bias), kept
+        self.down, self.other = torch.nn.Linear(HIDDEN, HIDDEN, bias=bias), torch.nn.Linear(HIDDEN, 24, bias=not bias)
+
+    def forward(self, x):
+        both = self.up(x)
+        gate, values = both.chunk(2, -1)
+        y = self.down(torch.nn.functional.silu(gate) * values)
+        return y, self.other(y), both.sum(-1) if self.kept else x.sum(-1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("bias, kept", ((False, False), (True, False), (True, True)))
+def test_products_in_16_bits(bias, kept, dtype):
+    """Biases and gates are theirs; a product that others read keeps its gate apart."""
+    torch.manual_seed(8)
+    module, x = Products(bias, kept).to(dtype), torch.randn(2, 5, HIDDEN).to(dtype)
+    counts, model = counts_of(module, x)
+    if dtype == torch.float32:
+        assert counts["fuse_linear"] == 0 and "Linear" not in kinds(model)
+        return
+    nodes = [node for node in model.graph if node.op_type == "Linear"]
+    assert counts["fuse_linear"] == len(nodes) == 3 and not {"MatMul", "Gemm"} & {*kinds(model)}
+    assert [n.attributes.get_int("gated", 0) for n in nodes] == [int(not kept), 0, 0]
+    assert kinds(model).count("GatedActivation") == int(kept)
+    assert [len(n.inputs) for n in nodes] == [2 + bias, 2 + bias, 2 + (not bias)]
+    assert all(n.attributes.get_int("constant_weight", 0) for n in nodes)
+    if dtype == torch.bfloat16:  # onnxruntime's inputs come from NumPy, which has no such numbers
+        return
+    exact = copy.deepcopy(module).double()(x.double())
+    for library in (True, False):
+        for found, expected in zip(results(model, library, values=(x,)), exact, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found).double(), expected.detach(), rtol=4e-3, atol=4e-3)
+
+
+def test_products_of_what_is_no_constant_stay():
+    class Given(torch.nn.Module):
+        def forward(self, x):
+            return x @ x.transpose(1, 2), x[0] @ x[0].transpose(0, 1)
+
+    assert counts_of(Given().half(), torch.randn(2, 5, HIDDEN).half())[0]["fuse_linear"] == 0

@@ -174,6 +174,11 @@ VARIANTS = {
             {"C": 24, "F": 40, "I": 32},
         ),
     ],
+    "Linear": [
+        ([], {}, {}),
+        (["bias"], {"constant_weight": 1}, {"I": 72, "O": 40}),
+        (["bias"], {"gated": 1, "activation": "relu", "constant_weight": 1}, {"N": 40, "I": 64, "O": 24}),
+    ],
     "AllReduce": [([], {"communicator": "world"}, {})],
     "AllGather": [([], {"communicator": "world", "world": 1}, {})],
     "MergeAttention": [([], {}, {}), ([], {}, {"W": 1, "Dv": 64})],

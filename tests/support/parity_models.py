@@ -69,6 +69,7 @@ VARIANTS = {
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
     "BlockLinear": [({"shift", "bias"}, {}), ({"shift"}, {"round_input": 1})],
+    "Linear": [({"bias"}, {"constant_weight": 1}), (set(), {"gated": 1, "activation": "gelu"})],
     "DecayGates": [
         ({"bias", "query_lens"}, {"return_step": 1}),
         ({"beta_input"}, {"per_key": 1, "return_step": 1, "return_beta": 1, "step_max": 1.5}),

@@ -403,12 +403,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   return cudaSuccess;
 }
 CUresult simulated_encode_tiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
-                                const cuuint64_t* strides, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (rank != 4 || reinterpret_cast<uintptr_t>(data) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
-  simulated::TensorMap to = {static_cast<const char*>(data), {}, {}};
-  std::copy(sizes, sizes + 4, to.sizes);
-  std::copy(strides, strides + 3, to.strides);
+  if ((rank != 2 && rank != 4) || box[0] != 64 || reinterpret_cast<uintptr_t>(data) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  simulated::TensorMap to = {static_cast<const char*>(data), {}, {}, box[1]};
+  std::copy(sizes, sizes + rank, to.sizes);
+  std::copy(strides, strides + rank - 1, to.strides);
   for (const uint64_t stride : to.strides)
     if (stride % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
   static_assert(sizeof(to) <= sizeof(*map));

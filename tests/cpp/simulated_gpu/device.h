@@ -54,6 +54,7 @@ uint32_t shared_base();  // what address 0 of the window of shared memory is her
 struct TensorMap {       // what a CUtensorMap holds: of 16-bit elements, strides in bytes without the first
   const char* data;
   uint64_t sizes[4], strides[3];
+  uint32_t box_rows;
 };
 void unsupported();  // an instruction that is not simulated: ends the launch
 void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<void()>& thread);

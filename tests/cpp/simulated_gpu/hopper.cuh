@@ -25,20 +25,27 @@ void fence_operands_for_write(T&) {}
 // The chunk of 16 bytes that the swizzle puts at an address.
 inline char* swizzled(uint32_t address) { return simulated::from_shared(address ^ (address >> 7 & 7) << 4, 2); }
 
+// Numbers from a row and a column of a matrix on, 0 beyond it.
+inline void load_box(uint32_t to, const simulated::TensorMap& m, const char* from, int column, int row, int rows,
+                     uint32_t barrier) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < 64; ++c) {
+      const uint64_t t = static_cast<uint64_t>(row + r), x = static_cast<uint64_t>(column + c);
+      uint16_t value = 0;
+      if (t < m.sizes[1] && x < m.sizes[0]) std::memcpy(&value, from + t * m.strides[0] + 2 * x, 2);
+      std::memcpy(swizzled(to + static_cast<uint32_t>(r * 128 + 2 * c)), &value, 2);
+    }
+  mbarrier_landed(barrier, rows * 128);
+}
 inline void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch, uint32_t barrier) {
   const simulated::TensorMap& m = *reinterpret_cast<const simulated::TensorMap*>(map);
-  for (int row = 0; row < 64; ++row)
-    for (int c = 0; c < 64; ++c) {
-      const uint64_t t = static_cast<uint64_t>(token + row), x = static_cast<uint64_t>(column + c);
-      uint16_t value = 0;
-      if (t < m.sizes[1] && x < m.sizes[0])
-        std::memcpy(&value,
-                    m.data + t * m.strides[0] + static_cast<uint64_t>(head) * m.strides[1] +
-                        static_cast<uint64_t>(batch) * m.strides[2] + 2 * x,
-                    2);
-      std::memcpy(swizzled(to + static_cast<uint32_t>(row * 128 + 2 * c)), &value, 2);
-    }
-  mbarrier_landed(barrier, 64 * 128);
+  const char* const from = m.data + static_cast<uint64_t>(head) * m.strides[1] + static_cast<uint64_t>(batch) * m.strides[2];
+  load_box(to, m, from, column, token, 64, barrier);
+}
+constexpr uint64_t kEvictFirst = 0, kEvictLast = 0;
+inline void tma_load_rows(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t) {
+  const simulated::TensorMap& m = *reinterpret_cast<const simulated::TensorMap*>(map);
+  load_box(to, m, m.data, column, row, static_cast<int>(m.box_rows), barrier);
 }
 inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) simulated::unsupported();
@@ -88,6 +95,30 @@ void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int 
     }
 }
 
+// The same with a in a tile, of 64 rows of the product. kRowsSummed: of a's tile; that of b has the summed index as columns.
+template <bool kRowsSummed, class T, int kTiles>
+void wgmma_ss(T, float (&c)[kTiles][4], uint32_t a, uint32_t b, int add) {
+  static_assert(kTiles <= 2, "others are not simulated");
+  simulated::votes(simulated::kWholeWarp, false);  // all lanes come here
+  simulated::count_group_product();
+  const auto base_of = [](uint32_t descriptor) { return simulated::shared_base() + ((descriptor & 0x3fff) << 4); };
+  const auto value = [](const void* bits) {
+    T x;
+    std::memcpy(&x, bits, 2);
+    return static_cast<float>(x);
+  };
+  const int lane = simulated::lane(), warp = static_cast<int>(simulated::place().thread.x) / 32 % 4;
+  for (int n = 0; n < kTiles; ++n)
+    for (int e = 0; e < 4; ++e) {
+      const auto row = static_cast<uint32_t>(16 * warp + lane / 4 + e / 2 * 8);
+      const auto column = static_cast<uint32_t>(8 * n + lane % 4 * 2 + e % 2);
+      double sum = add ? c[n][e] : 0.0;
+      for (uint32_t k = 0; k < 16; ++k)
+        sum += static_cast<double>(value(swizzled(base_of(a) + (kRowsSummed ? k * 128 + 2 * row : row * 128 + 2 * k)))) *
+               value(swizzled(base_of(b) + column * 128 + 2 * k));
+      c[n][e] = static_cast<float>(sum);
+    }
+}
 template <class... Arguments>
 void wgmma_ss(Arguments&&...) {
   simulated::unsupported();

@@ -1,0 +1,195 @@
+// cuBLASLt is loaded at run time: what of its interface is used is declared here, as CUDA 12 and 13 have it.
+#include "core/cublas.h"
+
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+namespace leanfleet {
+
+namespace {
+
+using Handle = void*;
+using Descriptor = void*;
+
+constexpr int kSuccess = 0, kNotSupported = 15;              // cublasStatus_t
+constexpr int kComputeFloat32 = 68;                          // cublasComputeType_t
+constexpr int kDescriptorEpilogue = 7, kDescriptorBias = 8;  // attributes
+constexpr int kPreferenceWorkspace = 1, kPreferenceReduction = 3;
+constexpr uint32_t kReductionInFloat32 = 2;  // of parts of a sum: not in the output's type
+constexpr int32_t kEpilogueBias = 4;
+
+int type_of(DType dtype) { return dtype == DType::kFloat16 ? 2 : dtype == DType::kBFloat16 ? 14 : 0; }  // cudaDataType
+
+struct Algorithm {
+  uint64_t words[8];
+};
+struct Found {  // cublasLtMatmulHeuristicResult_t
+  Algorithm algorithm;
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+struct Functions {
+  int (*create)(Handle*);
+  int (*make_product)(Descriptor*, int, int);
+  int (*set_product)(Descriptor, int, const void*, size_t);
+  int (*end_product)(Descriptor);
+  int (*make_layout)(Descriptor*, int, uint64_t, uint64_t, int64_t);
+  int (*end_layout)(Descriptor);
+  int (*make_preference)(Descriptor*);
+  int (*set_preference)(Descriptor, int, const void*, size_t);
+  int (*end_preference)(Descriptor);
+  int (*find)(Handle, Descriptor, Descriptor, Descriptor, Descriptor, Descriptor, Descriptor, int, Found*, int*);
+  int (*multiply)(Handle, Descriptor, const void*, const void*, Descriptor, const void*, Descriptor, const void*, const void*,
+                  Descriptor, void*, Descriptor, const Algorithm*, void*, size_t, void*);
+};
+
+template <class F>
+bool find_symbol(void* library, const char* name, F* function) {
+  *function = reinterpret_cast<F>(dlsym(library, name));
+  return *function != nullptr;
+}
+
+bool load_from(const char* name, int flags, Functions* f) {
+  void* const library = dlopen(name, RTLD_NOW | RTLD_LOCAL | flags);  // stays loaded
+  return library != nullptr && find_symbol(library, "cublasLtCreate", &f->create) &&
+         find_symbol(library, "cublasLtMatmulDescCreate", &f->make_product) &&
+         find_symbol(library, "cublasLtMatmulDescSetAttribute", &f->set_product) &&
+         find_symbol(library, "cublasLtMatmulDescDestroy", &f->end_product) &&
+         find_symbol(library, "cublasLtMatrixLayoutCreate", &f->make_layout) &&
+         find_symbol(library, "cublasLtMatrixLayoutDestroy", &f->end_layout) &&
+         find_symbol(library, "cublasLtMatmulPreferenceCreate", &f->make_preference) &&
+         find_symbol(library, "cublasLtMatmulPreferenceSetAttribute", &f->set_preference) &&
+         find_symbol(library, "cublasLtMatmulPreferenceDestroy", &f->end_preference) &&
+         find_symbol(library, "cublasLtMatmulAlgoGetHeuristic", &f->find) &&
+         find_symbol(library, "cublasLtMatmul", &f->multiply);
+}
+
+// Null: there is none. One that the process has already is taken first.
+const Functions* functions() {
+  static const auto loaded = [] {
+    static Functions f;
+    for (const int flags : {RTLD_NOLOAD, 0})
+      for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})
+        if (load_from(name, flags, &f)) return &f;
+    return static_cast<Functions*>(nullptr);
+  }();
+  return loaded;
+}
+
+// What ends with a scope.
+struct Owned {
+  Descriptor of = nullptr;
+  int (*end)(Descriptor) = nullptr;
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() {
+    if (of != nullptr) end(of);
+  }
+};
+
+// cuBLAS stores columns first: the transposed product, [columns,rows] = weight^T input^T, whose operands lie there untransposed.
+class Product {
+ public:
+  Product(const Functions& f, const CublasProduct& of, DType dtype) : f_(f), of_(of), type_(type_of(dtype)) {}
+
+  // A cublasStatus_t.
+  int make() {
+    product_.end = f_.end_product;
+    int code = f_.make_product(&product_.of, kComputeFloat32, type_of(DType::kFloat32));
+    if (code == kSuccess && of_.bias != nullptr) {
+      code = f_.set_product(product_.of, kDescriptorEpilogue, &kEpilogueBias, sizeof kEpilogueBias);
+      if (code == kSuccess) code = f_.set_product(product_.of, kDescriptorBias, &of_.bias, sizeof of_.bias);
+    }
+    if (code == kSuccess) code = make_layout(&weight_, of_.columns, of_.depth);
+    if (code == kSuccess) code = make_layout(&input_, of_.depth, of_.rows);
+    if (code == kSuccess) code = make_layout(&output_, of_.columns, of_.rows);
+    return code;
+  }
+  int find(Handle handle, Found* found, int* count) {
+    Owned preference;
+    preference.end = f_.end_preference;
+    const size_t most = kCublasWorkspace;
+    int code = f_.make_preference(&preference.of);
+    if (code == kSuccess) code = f_.set_preference(preference.of, kPreferenceWorkspace, &most, sizeof most);
+    if (code == kSuccess)
+      code = f_.set_preference(preference.of, kPreferenceReduction, &kReductionInFloat32, sizeof kReductionInFloat32);
+    if (code == kSuccess)
+      code = f_.find(handle, product_.of, weight_.of, input_.of, output_.of, output_.of, preference.of, 1, found, count);
+    return code;
+  }
+  int multiply(Handle handle, const Algorithm& algorithm, void* stream) {
+    const float one = 1.0f, zero = 0.0f;
+    return f_.multiply(handle, product_.of, &one, of_.weight, weight_.of, of_.input, input_.of, &zero, of_.output, output_.of,
+                       of_.output, output_.of, &algorithm, of_.workspace, kCublasWorkspace, stream);
+  }
+
+ private:
+  int make_layout(Owned* layout, int64_t rows, int64_t columns) {
+    layout->end = f_.end_layout;
+    return f_.make_layout(&layout->of, type_, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows);
+  }
+
+  const Functions& f_;
+  const CublasProduct& of_;
+  int type_;
+  Owned product_, weight_, input_, output_;
+};
+
+// Handles, one a device, and algorithms that were found: asking takes longer than a product of a few rows. Both stay.
+struct Known {
+  std::mutex mutex;
+  std::map<int, Handle> handles;
+  std::map<std::tuple<int, DType, int64_t, int64_t, int64_t, bool>, Found> algorithms;
+};
+
+Status failed(const Call& call, const char* what, int code) {
+  return Status::internal(std::string(call.spec->name) + " '" + call.node + "': cuBLASLt failed to " + what +
+                          " (cublasStatus_t " + std::to_string(code) + ")");
+}
+
+}  // namespace
+
+bool has_cublas() { return functions() != nullptr; }
+
+Status multiply_by_cublas(const Call& call, const CublasProduct& of, DType dtype, const CudaTarget& target, bool* done) {
+  constexpr size_t kMostKnown = 4096;
+  static Known& known = *new Known;  // outlives threads of the process's end
+  const Functions& f = *functions();
+  *done = false;
+  Product product(f, of, dtype);
+  int code = product.make();
+  if (code != kSuccess) return failed(call, "describe a product", code);
+  Handle handle = nullptr;
+  Found found = {};
+  {
+    std::lock_guard<std::mutex> lock(known.mutex);
+    Handle& of_device = known.handles[target.device];
+    if (of_device == nullptr && (code = f.create(&of_device)) != kSuccess) return failed(call, "begin", code);
+    handle = of_device;
+    const auto key = std::make_tuple(target.device, dtype, of.rows, of.depth, of.columns, of.bias != nullptr);
+    const auto at = known.algorithms.find(key);
+    if (at != known.algorithms.end()) {
+      found = at->second;
+    } else {
+      int count = 0;
+      code = product.find(handle, &found, &count);
+      if (code == kNotSupported || (code == kSuccess && count == 0)) return {};
+      if (code != kSuccess) return failed(call, "choose an algorithm", code);
+      if (known.algorithms.size() >= kMostKnown) known.algorithms.clear();
+      known.algorithms[key] = found;
+    }
+  }
+  code = product.multiply(handle, found.algorithm, target.stream);
+  if (code != kSuccess) return failed(call, "multiply", code);
+  *done = true;
+  return {};
+}
+
+}  // namespace leanfleet

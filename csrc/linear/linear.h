@@ -1,0 +1,45 @@
+// Linear as plain structs: the arguments of every kernel, and which of them run.
+#pragma once
+
+#include <cstdint>
+
+#include "gated_activation/gated_activation.h"
+
+namespace leanfleet::linear {
+
+using Kind = gated_activation::Kind;
+
+struct Args {
+  const void* input;   // T [rows,depth]
+  const void* weight;  // T [depth,columns]: with `gated` the gate's columns, and behind them those of the values
+  const void* bias;    // T [columns], or null
+  void* output;        // T [rows,width]
+  int32_t dtype;       // DType of T
+  Kind activation;
+  bool gated, constant_weight;
+  int64_t rows, depth, columns, width;  // columns: width, or twice as many
+};
+
+// Few rows: what a launch reads is the weight, which each CTA streams a range of. Units of 8192 numbers are the range's steps;
+// those of 64 output columns (a tile) follow each other.
+constexpr int kFewRows = 16;  // of more, cuBLAS has been as fast or faster: bench/kernels/linear.py
+constexpr int kUnitBytes = 16384;
+struct FewRows {
+  int32_t units_of_tile, tiles, ctas;
+  int32_t rows;           // held: 8 or 16
+  int64_t partial_bytes;  // of sums of tiles that ranges share
+};
+FewRows plan_few_rows(const Args& args, int sm_count);
+
+enum class Way { kFewRows, kCublas, kPlain };
+// Of shapes and types alone. compute_capability: 90 for 9.0.
+Way way_of(const Args& args, int compute_capability, bool has_cublas);
+
+// On CUDA. Returns the cudaError_t of the launch. partial and tickets (zero, and left so): of a plan's sizes. runs_few_rows: whether
+// code for 9.0 was compiled.
+bool runs_few_rows();
+int launch_few_rows(const Args& args, const FewRows& plan, void* partial, uint32_t* tickets, void* stream);
+// output T [rows,columns], whatever `gated` says.
+int launch_plain(const Args& args, void* output, void* stream);
+
+}  // namespace leanfleet::linear

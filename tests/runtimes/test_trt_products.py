@@ -1,0 +1,76 @@
+"""Linear with constant weights as TensorRT's own products: the same numbers, in ONNX Runtime."""
+
+import warnings
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import numpy_helper
+
+from leanfleet import spec
+from leanfleet.export import export, fusions
+from leanfleet.ort_ops import make_session
+from leanfleet.trt_plugins import prepare
+from leanfleet.trt_plugins.products import take_products
+
+WIDTH = 48
+
+
+class FeedForward(torch.nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH, bias=bias), torch.nn.Linear(WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x):
+        gate, values = self.up(x).chunk(2, -1)
+        return self.down(torch.nn.functional.gelu(gate, approximate="tanh") * values)
+
+
+def exported(bias):
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(3)
+    tokens = torch.export.Dim("tokens")
+    model = export(
+        FeedForward(bias).half().eval(), (torch.randn(2, 5, WIDTH).half(),), dynamic_shapes=({0: 2, 1: tokens},)
+    ).model
+    fusions.fuse_for_onnxruntime(model)
+    return ir.to_proto(model)
+
+
+def result(model, x):
+    session = make_session(model, ["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
+
+
+@pytest.mark.parametrize("bias", (False, True))
+def test_products(bias):
+    model, x = exported(bias), np.random.default_rng(0).standard_normal((2, 7, WIDTH)).astype(np.float16)
+    expected = result(model, x)
+    assert [node.op_type for node in model.graph.node] == ["Linear", "Linear"]
+    assert take_products(model) == 2
+    kinds = [node.op_type for node in model.graph.node]
+    adds = ["Add"] * bias
+    assert kinds == ["MatMul", *adds, "Reshape", "GatedActivation", "MatMul", *adds]
+    onnx.checker.check_model(model)
+    np.testing.assert_allclose(result(model, x), expected, rtol=4e-3, atol=4e-3)
+    assert take_products(model) == 0
+
+
+def test_in_prepared_models():
+    model = prepare(exported(True))
+    ours = [node.op_type for node in model.graph.node if node.domain == f"{spec.DOMAIN}.trt"]
+    assert ours == ["GatedActivation"]
+
+
+def test_weights_that_are_no_constants_stay():
+    """Such as inputs, those of nodes that promise nothing, and a gate's that others read."""
+    model = exported(False)
+    model.graph.node[1].attribute[0].i = 0
+    assert [a.name for a in model.graph.node[1].attribute] == ["constant_weight"]
+    weight = model.graph.node[0].input[1]
+    model.graph.node.append(onnx.helper.make_node("Shape", [weight], ["sizes"]))
+    assert take_products(model) == 0
+    shape = next(t for t in model.graph.initializer if t.name == weight)
+    assert numpy_helper.to_array(shape).shape == (WIDTH, 2, WIDTH)
