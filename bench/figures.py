@@ -26,6 +26,7 @@ from bench.kernels import (
     linear_attention,
     methods_table,
     ort_cuda,
+    rms_norm,
     sample_tokens,
     token_shards,
 )
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoder_methods_h200": of("decoder_methods_h200", decoder_methods.table),
     "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
     "dependent_launch_h200": of("dependent_launch_h200", dependent_launch.table),
+    "rms_norm_h200": of("rms_norm_h200", rms_norm.table),
     "gated_activation_h200": of("gated_activation_h200", lambda r: gated_activation.table(r["rows"])),
     "gated_delta_rule_accuracy_cpu": of("gated_delta_rule_accuracy_cpu", delta_rule_accuracy.table),
     "gated_delta_rule_h200": of("gated_delta_rule_h200", gated_delta_rule.table),

@@ -63,11 +63,22 @@ __global__ void __launch_bounds__(kThreads) GateKernel(const __grid_constant__ A
   *reinterpret_cast<Chunk<float, kColumns>*>(args.log_decay + at) = log_decays;
   if (args.step != nullptr) *reinterpret_cast<Chunk<float, kColumns>*>(args.step + at) = steps;
   if (args.beta == nullptr) return;
+  const auto beta_of = [&](int64_t of_row, T x) {
+    return inside(of_row) ? args.beta_scale / (1.0f + expf(-static_cast<float>(x))) : 0.0f;
+  };
+  const auto* const betas = static_cast<const T*>(args.beta_input);
+  if (width == 1) {
+    const auto x = *reinterpret_cast<const Chunk<T, kColumns>*>(betas + row * args.beta_pitch + column);
+    Chunk<float, kColumns> beta;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) beta.x[j] = beta_of(row, x.x[j]);
+    *reinterpret_cast<Chunk<float, kColumns>*>(args.beta + at) = beta;
+    return;
+  }
   for (uint32_t i = own; i < rows * heads; i += chunks) {
     const uint32_t beta_row = i / heads, beta_head = i - beta_row * heads;
     const int64_t of_all = first_row + beta_row;
-    const float x = static_cast<float>(static_cast<const T*>(args.beta_input)[of_all * args.beta_pitch + beta_head]);
-    args.beta[of_all * heads + beta_head] = inside(of_all) ? args.beta_scale / (1.0f + expf(-x)) : 0.0f;
+    args.beta[of_all * heads + beta_head] = beta_of(of_all, betas[of_all * args.beta_pitch + beta_head]);
   }
 }
 
