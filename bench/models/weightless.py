@@ -110,7 +110,10 @@ def strip(folder: str | Path, parameters: Parameters) -> int:
         if array.nbytes < SMALL:
             _take_in(t, folder)
             continue
-        parts, problem = _parts(array.view(f"i{array.itemsize}").reshape(-1, array.shape[-1]), starts, parameters)
+        bits = array.view(f"i{array.itemsize}")
+        parts, problem = _parts(bits.reshape(-1, array.shape[-1]), starts, parameters)
+        if not parts and array.ndim == 3:  # a gate's columns and those beside it, as Linear has them
+            parts, problem = _parts(bits.reshape(array.shape[0], -1), starts, parameters)
         if parts:
             plan[t.name] = parts
             t.ClearField("raw_data")

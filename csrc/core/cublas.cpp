@@ -17,8 +17,9 @@ using Descriptor = void*;
 constexpr int kSuccess = 0, kNotSupported = 15;              // cublasStatus_t
 constexpr int kComputeFloat32 = 68;                          // cublasComputeType_t
 constexpr int kDescriptorEpilogue = 7, kDescriptorBias = 8;  // attributes
-constexpr int kPreferenceWorkspace = 1, kPreferenceReduction = 3;
+constexpr int kPreferenceWorkspace = 1, kPreferenceReduction = 3, kPreferenceAlignments[] = {5, 6, 7, 8};
 constexpr uint32_t kReductionInFloat32 = 2;  // of parts of a sum: not in the output's type
+constexpr uint32_t kAlignment = 16;          // of matrices and biases, in bytes
 constexpr int32_t kEpilogueBias = 4;
 
 int type_of(DType dtype) { return dtype == DType::kFloat16 ? 2 : dtype == DType::kBFloat16 ? 14 : 0; }  // cudaDataType
@@ -105,13 +106,14 @@ class Product {
     int code = f_.make_product(&product_.of, kComputeFloat32, type_of(DType::kFloat32));
     if (code == kSuccess && of_.bias != nullptr) {
       code = f_.set_product(product_.of, kDescriptorEpilogue, &kEpilogueBias, sizeof kEpilogueBias);
-      if (code == kSuccess) code = f_.set_product(product_.of, kDescriptorBias, &of_.bias, sizeof of_.bias);
+      if (code == kSuccess) code = set_bias(of_.bias);
     }
     if (code == kSuccess) code = make_layout(&weight_, of_.columns, of_.depth);
     if (code == kSuccess) code = make_layout(&input_, of_.depth, of_.rows);
     if (code == kSuccess) code = make_layout(&output_, of_.columns, of_.rows);
     return code;
   }
+  // For any such product whose tensors begin at multiples of 16 bytes.
   int find(Handle handle, Found* found, int* count) {
     Owned preference;
     preference.end = f_.end_preference;
@@ -120,8 +122,13 @@ class Product {
     if (code == kSuccess) code = f_.set_preference(preference.of, kPreferenceWorkspace, &most, sizeof most);
     if (code == kSuccess)
       code = f_.set_preference(preference.of, kPreferenceReduction, &kReductionInFloat32, sizeof kReductionInFloat32);
+    for (const int matrix : kPreferenceAlignments)
+      if (code == kSuccess) code = f_.set_preference(preference.of, matrix, &kAlignment, sizeof kAlignment);
+    // An address says how a bias is aligned.
+    if (code == kSuccess && of_.bias != nullptr) code = set_bias(reinterpret_cast<const void*>(uintptr_t{kAlignment}));
     if (code == kSuccess)
       code = f_.find(handle, product_.of, weight_.of, input_.of, output_.of, output_.of, preference.of, 1, found, count);
+    if (code == kSuccess && of_.bias != nullptr) code = set_bias(of_.bias);
     return code;
   }
   int multiply(Handle handle, const Algorithm& algorithm, void* stream) {
@@ -131,6 +138,7 @@ class Product {
   }
 
  private:
+  int set_bias(const void* bias) { return f_.set_product(product_.of, kDescriptorBias, &bias, sizeof bias); }
   int make_layout(Owned* layout, int64_t rows, int64_t columns) {
     layout->end = f_.end_layout;
     return f_.make_layout(&layout->of, type_, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows);
@@ -142,24 +150,65 @@ class Product {
   Owned product_, weight_, input_, output_;
 };
 
-// Handles, one a device, and algorithms that were found: asking takes longer than a product of a few rows. Both stay.
-struct Known {
-  std::mutex mutex;
-  std::map<int, Handle> handles;
-  std::map<std::tuple<int, DType, int64_t, int64_t, int64_t, bool>, Found> algorithms;
-};
-
 Status failed(const Call& call, const char* what, int code) {
-  return Status::internal(std::string(call.spec->name) + " '" + call.node + "': cuBLASLt failed to " + what +
-                          " (cublasStatus_t " + std::to_string(code) + ")");
+  const Status told =
+      call.invalid(std::string("cuBLASLt failed to ") + what + " (cublasStatus_t " + std::to_string(code) + ")");
+  return {Code::kCuda, told.message};
 }
+
+// Handles, one a device, and algorithms that were found: asking takes longer than a product of a few rows.
+class Known {
+ public:
+  // found: whether there is an algorithm.
+  Status find(const Call& call, const Functions& f, const CublasProduct& of, DType dtype, const CudaTarget& target,
+              Product* product, Handle* handle, Algorithm* algorithm, bool* found) {
+    const CallsDuringCapture allowed;
+    std::lock_guard<std::mutex> lock(mutex_);
+    *found = false;
+    Handle& of_device = handles_[target.device];
+    int code = of_device == nullptr ? f.create(&of_device) : kSuccess;
+    if (code != kSuccess) {
+      of_device = nullptr;
+      return unless_captured(call, target, failed(call, "begin", code));
+    }
+    *handle = of_device;
+    const auto key = std::make_tuple(target.device, dtype, of.rows, of.depth, of.columns, of.bias != nullptr);
+    const auto at = algorithms_.find(key);
+    if (at == algorithms_.end()) {
+      Found best = {};
+      int count = 0;
+      code = product->find(*handle, &best, &count);
+      if (code == kNotSupported || (code == kSuccess && count == 0)) return {};
+      if (code != kSuccess) return unless_captured(call, target, failed(call, "choose an algorithm", code));
+      if (algorithms_.size() >= kMost) algorithms_.clear();
+      *algorithm = algorithms_[key] = best.algorithm;
+    } else {
+      *algorithm = at->second;
+    }
+    *found = true;
+    return {};
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;  // algorithms
+
+  // What cuBLASLt does the first time some versions refuse while the stream is being captured: then there is no algorithm yet.
+  static Status unless_captured(const Call& call, const CudaTarget& target, const Status& status) {
+    bool captured = false;
+    LEANFLEET_RETURN_IF_ERROR(is_captured(call, target.stream, &captured));
+    return captured ? Status{} : status;
+  }
+
+  std::mutex mutex_;
+  std::map<int, Handle> handles_;
+  std::map<std::tuple<int, DType, int64_t, int64_t, int64_t, bool>, Algorithm> algorithms_;
+};
 
 }  // namespace
 
 bool has_cublas() { return functions() != nullptr; }
 
 Status multiply_by_cublas(const Call& call, const CublasProduct& of, DType dtype, const CudaTarget& target, bool* done) {
-  constexpr size_t kMostKnown = 4096;
   static Known& known = *new Known;  // outlives threads of the process's end
   const Functions& f = *functions();
   *done = false;
@@ -167,26 +216,11 @@ Status multiply_by_cublas(const Call& call, const CublasProduct& of, DType dtype
   int code = product.make();
   if (code != kSuccess) return failed(call, "describe a product", code);
   Handle handle = nullptr;
-  Found found = {};
-  {
-    std::lock_guard<std::mutex> lock(known.mutex);
-    Handle& of_device = known.handles[target.device];
-    if (of_device == nullptr && (code = f.create(&of_device)) != kSuccess) return failed(call, "begin", code);
-    handle = of_device;
-    const auto key = std::make_tuple(target.device, dtype, of.rows, of.depth, of.columns, of.bias != nullptr);
-    const auto at = known.algorithms.find(key);
-    if (at != known.algorithms.end()) {
-      found = at->second;
-    } else {
-      int count = 0;
-      code = product.find(handle, &found, &count);
-      if (code == kNotSupported || (code == kSuccess && count == 0)) return {};
-      if (code != kSuccess) return failed(call, "choose an algorithm", code);
-      if (known.algorithms.size() >= kMostKnown) known.algorithms.clear();
-      known.algorithms[key] = found;
-    }
-  }
-  code = product.multiply(handle, found.algorithm, target.stream);
+  Algorithm algorithm = {};
+  bool found = false;
+  LEANFLEET_RETURN_IF_ERROR(known.find(call, f, of, dtype, target, &product, &handle, &algorithm, &found));
+  if (!found) return {};
+  code = product.multiply(handle, algorithm, target.stream);
   if (code != kSuccess) return failed(call, "multiply", code);
   *done = true;
   return {};

@@ -169,6 +169,16 @@ void allow_calls_during_capture() {
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
 }
 
+CallsDuringCapture::CallsDuringCapture() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+  before_ = static_cast<int>(mode);
+}
+CallsDuringCapture::~CallsDuringCapture() {
+  auto mode = static_cast<cudaStreamCaptureMode>(before_);
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
 std::string cuda_error_text(int error) {
   const auto known = static_cast<cudaError_t>(error);
   return std::string(cudaGetErrorName(known)) + " (" + cudaGetErrorString(known) + ")";

@@ -41,9 +41,20 @@ bool keep_with_graph(void* stream, unsigned long long* known, void* what, void (
 
 // Captures of other threads do not mind what this thread calls.
 void allow_calls_during_capture();
+// The same for as long as it lives.
+class CallsDuringCapture {
+ public:
+  CallsDuringCapture();
+  ~CallsDuringCapture();
+  CallsDuringCapture(const CallsDuringCapture&) = delete;
+  CallsDuringCapture& operator=(const CallsDuringCapture&) = delete;
 
-// Whether attention and steps of recurrent layers may begin while the launch before them runs: the variable
-// LEANFLEET_DEPENDENT_LAUNCH is not 0. See dependent_launch.cuh.
+ private:
+  int before_;  // a cudaStreamCaptureMode
+};
+
+// Whether launches may begin while the launch before them runs: the variable LEANFLEET_DEPENDENT_LAUNCH is not 0. See
+// dependent_launch.cuh.
 bool dependent_launches();
 
 // Whether the stream is being captured into a CUDA graph.

@@ -2,7 +2,7 @@
 // Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. That one may itself
 // wait for the launch before it then, and so on: until wait_for_launch_before() a kernel writes nothing, and reads nothing that a launch
 // still under way may write, but weights of which the caller promises that, and lines it only brings to the L2 cache. (Attention reads
-// old keys: the append before it lets it begin behind its own wait.) No CTA ends without waiting: so the launch behind, which waits
+// old keys and writes its workspace: the append before it lets it begin behind its own wait, when all launches before have ended.) No CTA ends without waiting: so the launch behind, which waits
 // for this one, has waited for the ones before too.
 #pragma once
 

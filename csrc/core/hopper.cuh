@@ -42,6 +42,10 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
+// Asks for a map, a kernel's argument, before the first copy needs it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // A box of rows by 64 columns of a matrix; policy: how the L2 cache keeps what it reads.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
 __device__ __forceinline__ void tma_load_rows(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier,

@@ -100,11 +100,13 @@ int launch_chunks(const Args& args, cudaStream_t stream) {
 
 template <class T>
 int launch_type(const Args& args, cudaStream_t stream) {
-  bool whole = args.heads * args.width % 4 == 0 && (args.width == 1 || args.width % 4 == 0) && args.input_pitch % 4 == 0 &&
-               reinterpret_cast<uintptr_t>(args.input) % (4 * sizeof(T)) == 0;
-  for (const float* data :
-       {static_cast<const float*>(args.bias), static_cast<const float*>(args.log_decay), static_cast<const float*>(args.step)})
-    whole = whole && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  bool whole = args.heads * args.width % 4 == 0 && (args.width == 1 || args.width % 4 == 0) && args.input_pitch % 4 == 0;
+  const auto begins_whole = [&](const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; };
+  whole = whole && begins_whole(args.input, 4 * sizeof(T));
+  for (const float* data : {args.bias, static_cast<const float*>(args.log_decay), static_cast<const float*>(args.step)})
+    whole = whole && begins_whole(data, 16);
+  if (args.width == 1 && args.beta != nullptr)  // which is read in such chunks too
+    whole = whole && args.beta_pitch % 4 == 0 && begins_whole(args.beta_input, 4 * sizeof(T)) && begins_whole(args.beta, 16);
   return whole ? launch_chunks<T, 4>(args, stream) : launch_chunks<T, 1>(args, stream);
 }
 

@@ -45,7 +45,7 @@ void add_bias(const T* bias, int64_t left, Sums& sums) {
 template <class T>
 void block(const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t column) {
   const T* const weight = static_cast<const T*>(args.weight) + column;
-  const T* const bias = static_cast<const T*>(args.bias) + column;
+  const T* const bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + column;
   const int64_t left = args.width - column;
   for (int64_t r = 0; r < rows; r += kRows) {
     const int count = rows - r < kRows ? static_cast<int>(rows - r) : kRows;
@@ -53,7 +53,7 @@ void block(const Args& args, const float* input, int64_t first_row, int64_t rows
     Sums sums[2];  // of the columns, and of those behind the gate
     for (int part = 0; part < 1 + args.gated; ++part) {
       add_products(weight + part * args.width, args.columns, from, args.depth, count, left, sums[part]);
-      if (args.bias != nullptr) add_bias(bias + part * args.width, left, sums[part]);
+      if (bias != nullptr) add_bias(bias + part * args.width, left, sums[part]);
     }
     for (int i = 0; i < count; ++i) {
       T* const to = static_cast<T*>(args.output) + (first_row + r + i) * args.width + column;

@@ -95,6 +95,8 @@ __device__ __forceinline__ void copy_units(const Product& product, const CUtenso
       hopper::tma_load_rows(memory.input(stage) + i * S::kRows * kBox * 2, input, column + i * kBox, 0, memory.full + 8 * stage,
                             hopper::kEvictLast);
   };
+  hopper::prefetch_map(weight);
+  hopper::prefetch_map(input);
   if (!product.constant_weight) wait_for_launch_before();
   const int first = end - begin < S::kStages ? end - begin : S::kStages;
   for (int i = 0; i < first; ++i) copy_weight(begin + i, i);
@@ -197,7 +199,7 @@ __device__ __forceinline__ bool add_parts(const Product& product, float (&c)[S::
   return true;
 }
 
-// Units of one tile, from `unit` to `end`.
+// Products of `count` units of one tile.
 template <class T, class S>
 __device__ __forceinline__ void add_units(const Memory<S>& memory, float (&c)[S::kTiles][4], int count, int group, int& stage,
                                           uint32_t& parity) {

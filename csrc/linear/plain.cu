@@ -1,4 +1,4 @@
-// Any product on any GPU, where cuBLASLt is not there: tiles of 64 by 64 outputs, of which a thread has 4 by 4.
+// Any product on any GPU, for those that neither other way takes: tiles of 64 by 64 outputs, of which a thread has 4 by 4.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

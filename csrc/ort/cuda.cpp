@@ -12,18 +12,16 @@ Status zero_on_stream(const Call& call, void* memory, size_t bytes, void* stream
                      cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)));
 }
 
-// May be called while other threads capture: they do not mind.
 Status allocate_apart(const Call& call, size_t bytes, void** memory) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  LEANFLEET_RETURN_IF_ERROR(
-      cuda_status(call, "cudaThreadExchangeStreamCaptureMode", cudaThreadExchangeStreamCaptureMode(&mode)));
+  const CallsDuringCapture allowed;
   const std::string action = "cudaMalloc of " + std::to_string(bytes) + " bytes of sync words";
-  const Status status = cuda_status(call, action.c_str(), cudaMalloc(memory, bytes));
-  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
-  return status;
+  return cuda_status(call, action.c_str(), cudaMalloc(memory, bytes));
 }
 
-void free_apart(void* memory) { static_cast<void>(cudaFree(memory)); }  // the process may be ending
+void free_apart(void* memory) {
+  const CallsDuringCapture allowed;
+  if (cudaFree(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending; it is not the next launch's
+}
 
 Status is_capturing(const Call& call, void* stream, bool* capturing) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

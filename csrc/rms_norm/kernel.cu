@@ -153,8 +153,7 @@ __device__ __forceinline__ float over_team(float x, float* shared, F&& combine) 
 // The row of a unit, of which each row has `groups`.
 __device__ __forceinline__ int64_t row_of_unit(int64_t unit, int64_t groups) {
   if (groups == 1) return unit;
-  if (unit <= UINT32_MAX)
-    return static_cast<uint32_t>(unit) / static_cast<uint32_t>(groups);  // a row of more has no units here
+  if ((unit | groups) <= UINT32_MAX) return static_cast<uint32_t>(unit) / static_cast<uint32_t>(groups);
   return unit / groups;
 }
 

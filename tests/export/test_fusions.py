@@ -456,6 +456,7 @@ def test_each_pass_reports_how_often_it_applied():
         "fuse_norms": 0,
         "read_columns": 0,
         "nest_splits": 0,
+        "fuse_linear": 0,
     }
 
 

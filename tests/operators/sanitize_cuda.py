@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from support import block_cases, delta_cases, quantised_cases, sampling_cases
+from support import block_cases, delta_cases, norm_cases, product_cases, quantised_cases, sampling_cases
 from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_prompts, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 from support.linear_cases import LINEAR, PACKED_CASES, fill
@@ -168,12 +168,36 @@ def draw_block(random):
     return inputs, attrs, f"{sizes}, {dtype}, {form}, {sorted(inputs)}, {attrs}"
 
 
+def draw_products(random):
+    """The same of Linear: few rows, with tiles that ranges share in many ways, and more."""
+    sizes = (
+        random.choice((1, 2)),
+        random.choice((1, 1, 2, 5, 8, 16, 60)),
+        random.choice((8, 64, 72, 128, 1000, 4096, 7)),
+        random.choice((8, 64, 200, 1000, 9000, 5)),
+    )
+    dtype, seed = random.choice(product_cases.DTYPES), random.randrange(2**20)
+    inputs, attrs = random.choice(list(product_cases.calls(sizes, dtype, seed)))
+    return inputs, attrs, f"{sizes}, {dtype}, {sorted(inputs)}, {attrs}"
+
+
+def draw_norms(random):
+    """The same of RmsNorm: units of all teams, and longer ones."""
+    width, group = random.choice(((64, 16), (512, 128), (1024, 0), (2048, 0), (4096, 0), (6000, 0), (20001, 0), (60, 1)))
+    sizes = random.choice((1, 3)), random.choice((1, 9, 200)), width, group
+    dtype, seed = random.choice(norm_cases.DTYPES), random.randrange(2**20)
+    inputs, attrs = random.choice(list(norm_cases.calls(sizes, dtype, seed)))
+    return inputs, attrs, f"{sizes}, {dtype}, {sorted(inputs)}, {attrs}"
+
+
 # By name: the operator, the draw, and the attribute, if any, with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
     "prompts": ("LeanAttention", draw_packed_prompts, "append"),
     "quantised": ("LeanAttention", draw_quantised, "append"),
     "BlockLinear": ("BlockLinear", draw_block, None),
+    "Linear": ("Linear", draw_products, None),
+    "RmsNorm": ("RmsNorm", draw_norms, None),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
     "GatedDeltaRule": ("GatedDeltaRule", draw_delta, "return_state"),
     "GatedDeltaRuleGrad": ("GatedDeltaRuleGrad", draw_delta_grad, "return_state"),

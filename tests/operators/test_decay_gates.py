@@ -33,6 +33,21 @@ def test_cuda(dtype):
 
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first, others", ((1, 0), (0, 1), (4, 0)))
+def test_beta_where_no_vector_begins(first, others, dtype, device):
+    """Whole vectors of decays beside rows of beta that begin, or end, within one."""
+    inputs, attrs = gate_cases.make((2, 3, 4, None), dtype, betas=True)
+    apart = torch.full((2, 3, first + 4 + others), math.nan, dtype=dtype)
+    apart[..., first : first + 4] = inputs["beta_input"]
+    wide = torch.cat((inputs["input"], torch.full_like(inputs["input"], math.nan)), -1)
+    inputs |= {"input": wide, "beta_input": apart}
+    attrs |= {"columns": 1, "first_column": 0, "first_beta_column": first}
+    found = run_kernel(NAME, {name: x.to(device) for name, x in inputs.items()}, attrs)
+    assert_right({name: x.cpu() for name, x in found.items()}, inputs, attrs)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_that_are_not_finite(dtype, device):
     """A NaN reaches its own token and head alone, where nothing is finite; so does an infinity, or what the formula gives."""
     inputs, attrs = gate_cases.make((1, 9, 5, None), dtype, betas=True)

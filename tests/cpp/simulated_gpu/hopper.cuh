@@ -42,6 +42,7 @@ inline void tma_load(uint32_t to, const CUtensorMap* map, int column, int token,
   const char* const from = m.data + static_cast<uint64_t>(head) * m.strides[1] + static_cast<uint64_t>(batch) * m.strides[2];
   load_box(to, m, from, column, token, 64, barrier);
 }
+inline void prefetch_map(const CUtensorMap*) {}
 constexpr uint64_t kEvictFirst = 0, kEvictLast = 0;
 inline void tma_load_rows(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t) {
   const simulated::TensorMap& m = *reinterpret_cast<const simulated::TensorMap*>(map);
