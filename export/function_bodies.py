@@ -1261,7 +1261,7 @@ def _activated(ops, gate, activation):
         return ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
     cubed = ops.Mul(ops.Mul(gate, gate), gate)
     inner = ops.Mul(ops.Add(gate, ops.Mul(cubed, 0.044715)), math.sqrt(2 / math.pi))
-    return ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Tanh(inner), 1.0))
+    return ops.Div(gate, ops.Add(ops.Exp(ops.Mul(inner, -2.0)), 1.0))  # 1 + tanh would cancel far below 0
 
 
 def _gated_activation(ops, x, a, ranks):

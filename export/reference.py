@@ -1238,10 +1238,15 @@ def _columns(op, name, tensor, first, count, attribute="first_column"):
     return tensor[..., first : first + count]
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x (1 + tanh(u)) / 2 as x / (1 + exp(-2 u)), in which nothing cancels where x is far below 0."""
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
 }

@@ -8,67 +8,117 @@ namespace {
 
 using gated_activation::LEANFLEET_ISA::activated;
 
-constexpr int kRows = 4, kVecs = 2;
+constexpr int kRows = 4, kVecs = kLanes == 16 ? 4 : 2;  // of sums in registers
+constexpr int kDepth = 4;                               // of the weight's rows that few rows meet together
 
-// kRows rows of kVecs vectors of columns: of the values, and with a gate of the gate too.
-struct Sums {
-  Vec of[kRows][kVecs] = {};
-};
-
-// left: columns that are there.
-template <class T>
-void add_products(const T* weight, int64_t pitch, const float* input, int64_t depth, int rows, int64_t left, Sums& sums) {
-  const float* row[kRows];
-  for (int r = 0; r < kRows; ++r) row[r] = input + (r < rows ? r : 0) * depth;
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec w[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      if (left >= (v + 1) * kLanes) w[v] = load(weight + k * pitch + v * kLanes);
-      else if (left > v * kLanes) w[v] = load_part(weight + k * pitch + v * kLanes, left - v * kLanes);
-      else w[v] = Vec{};
+// sums [kCount,kCpuFewColumns] += input [kCount,kTogether] times kTogether rows of the weight, straight from the weight.
+template <class T, int kCount, int kTogether>
+void add_weight_rows(const T* weight, int64_t pitch, const float* input, int64_t input_pitch, int64_t columns, float* sums) {
+  Vec x[kCount][kTogether];
+  for (int r = 0; r < kCount; ++r)
+    for (int d = 0; d < kTogether; ++d) x[r][d] = broadcast(input[r * input_pitch + d]);
+  const auto add = [&](int64_t c, const Vec(&w)[kTogether]) {
+    for (int r = 0; r < kCount; ++r) {
+      Vec sum = load(sums + r * kCpuFewColumns + c);
+      for (int d = 0; d < kTogether; ++d) sum = fma(x[r][d], w[d], sum);
+      store(sums + r * kCpuFewColumns + c, sum);
     }
-    for (int r = 0; r < kRows; ++r) {
-      const Vec x = broadcast(row[r][k]);
-      for (int v = 0; v < kVecs; ++v) sums.of[r][v] = fma(x, w[v], sums.of[r][v]);
+  };
+  Vec w[kTogether];
+  int64_t c = 0;
+  for (; c + kLanes <= columns; c += kLanes) {
+    for (int d = 0; d < kTogether; ++d) {
+      prefetch(weight + (d + kTogether) * pitch + c);  // its rows lie pages apart
+      w[d] = load(weight + d * pitch + c);
     }
+    add(c, w);
   }
+  if (c == columns) return;
+  for (int d = 0; d < kTogether; ++d) w[d] = load_part(weight + d * pitch + c, columns - c);
+  add(c, w);
 }
 
-template <class T>
-void add_bias(const T* bias, int64_t left, Sums& sums) {
-  for (int v = 0; v < kVecs && v * kLanes < left; ++v) {
-    const Vec x = load_part(bias + v * kLanes, left - v * kLanes);
-    for (int r = 0; r < kRows; ++r) sums.of[r][v] = sums.of[r][v] + x;
-  }
+template <class T, int kCount>
+void add_few(const T* weight, int64_t pitch, const float* input, int64_t input_pitch, int64_t depth, int64_t columns,
+             float* sums) {
+  int64_t k = 0;
+  for (; k + kDepth <= depth; k += kDepth)
+    add_weight_rows<T, kCount, kDepth>(weight + k * pitch, pitch, input + k, input_pitch, columns, sums);
+  for (; k < depth; ++k) add_weight_rows<T, kCount, 1>(weight + k * pitch, pitch, input + k, input_pitch, columns, sums);
 }
 
-template <class T>
-void block(const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t column) {
-  const T* const weight = static_cast<const T*>(args.weight) + column;
-  const T* const bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + column;
-  const int64_t left = args.width - column;
-  for (int64_t r = 0; r < rows; r += kRows) {
-    const int count = rows - r < kRows ? static_cast<int>(rows - r) : kRows;
-    const float* const from = input + (first_row + r) * args.depth;
-    Sums sums[2];  // of the columns, and of those behind the gate
-    for (int part = 0; part < 1 + args.gated; ++part) {
-      add_products(weight + part * args.width, args.columns, from, args.depth, count, left, sums[part]);
-      if (bias != nullptr) add_bias(bias + part * args.width, left, sums[part]);
-    }
-    for (int i = 0; i < count; ++i) {
-      T* const to = static_cast<T*>(args.output) + (first_row + r + i) * args.width + column;
-      for (int v = 0; v < kVecs && v * kLanes < left; ++v) {
-        Vec y = sums[0].of[i][v];
-        if (args.gated) y = activated(args.activation, y) * sums[1].of[i][v];
-        store_part(to + v * kLanes, y, left - v * kLanes);
+// The same of a panel [depth,kCpuColumns] of floats, for kRows rows.
+void add_panel(const float* panel, const float* const (&input)[kRows], int64_t depth, int64_t columns,
+               float* const (&sums)[kRows]) {
+  for (int64_t c = 0; c < columns; c += kVecs * kLanes) {
+    Vec sum[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = load(sums[r] + c + v * kLanes);
+    for (int64_t k = 0; k < depth; ++k) {
+      Vec w[kVecs];
+      for (int v = 0; v < kVecs; ++v) w[v] = load(panel + k * kCpuColumns + c + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec x = broadcast(input[r][k]);
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = fma(x, w[v], sum[r][v]);
       }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kVecs; ++v) store(sums[r] + c + v * kLanes, sum[r][v]);
+  }
+}
+
+template <class T>
+void add_rows(const T* weight, int64_t pitch, const float* input, int64_t input_pitch, int64_t rows, int64_t depth,
+              int64_t columns, float* panel, float* sums) {
+  switch (rows) {
+    case 1: return add_few<T, 1>(weight, pitch, input, input_pitch, depth, columns, sums);
+    case 2: return add_few<T, 2>(weight, pitch, input, input_pitch, depth, columns, sums);
+    case 3: return add_few<T, 3>(weight, pitch, input, input_pitch, depth, columns, sums);
+    default: break;
+  }
+  for (int64_t k0 = 0; k0 < depth; k0 += kCpuDepth) {
+    const int64_t here = depth - k0 < kCpuDepth ? depth - k0 : kCpuDepth;
+    for (int64_t k = 0; k < here; ++k) convert(weight + (k0 + k) * pitch, panel + k * kCpuColumns, columns);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      // Rows behind the last do what it does, after all others, into sums that nobody reads.
+      const float* from[kRows];
+      float* to[kRows];
+      for (int i = 0; i < kRows; ++i) {
+        from[i] = input + (r + i < rows ? r + i : rows - 1) * input_pitch + k0;
+        to[i] = sums + (r + i) * kCpuColumns;
+      }
+      add_panel(panel, from, here, columns, to);
+    }
+  }
+}
+
+template <class T>
+void block(const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t first_column, int64_t columns,
+           float* scratch) {
+  const T* const weight = static_cast<const T*>(args.weight) + first_column;
+  const T* const bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + first_column;
+  float *const panel = scratch, *const sums = scratch + kCpuDepth * kCpuColumns;
+  constexpr int64_t kPart = kCpuRows * kCpuColumns;  // the columns' sums, and behind the gate's those of the values
+  const int64_t sums_pitch = rows <= kCpuFewRows ? kCpuFewColumns : kCpuColumns;
+  for (int64_t i = 0; i < kCpuDepth * kCpuColumns + (1 + args.gated) * kPart; i += kLanes) store(scratch + i, Vec{});
+  for (int part = 0; part < 1 + args.gated; ++part)
+    add_rows(weight + part * args.width, args.columns, input + first_row * args.depth, args.depth, rows, args.depth, columns,
+             panel, sums + part * kPart);
+  const auto biased = [&](int part, int64_t row, int64_t c) {
+    const Vec sum = load(sums + part * kPart + row * sums_pitch + c);
+    return bias == nullptr ? sum : sum + load_part(bias + part * args.width + c, columns - c);
+  };
+  for (int64_t row = 0; row < rows; ++row) {
+    T* const to = static_cast<T*>(args.output) + (first_row + row) * args.width + first_column;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Vec y = biased(0, row, c);
+      if (args.gated) y = activated(args.activation, y) * biased(1, row, c);
+      store_part(to + c, y, columns - c);
     }
   }
 }
 
 }  // namespace
-
-int64_t columns_together() { return kVecs * kLanes; }
 
 // Rows begin .. end of the input as floats.
 void widen(const Args& args, int64_t begin, int64_t end, float* to) {
@@ -78,11 +128,12 @@ void widen(const Args& args, int64_t begin, int64_t end, float* to) {
   if (args.dtype == 2) convert(static_cast<const BFloat16*>(args.input) + first, to + first, count);
 }
 
-// columns_together() columns of some rows. input: all rows as floats.
-void multiply(const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t first_column) {
-  if (args.dtype == 0) block<float>(args, input, first_row, rows, first_column);
-  if (args.dtype == 1) block<Half>(args, input, first_row, rows, first_column);
-  if (args.dtype == 2) block<BFloat16>(args, input, first_row, rows, first_column);
+// Some columns of some rows. input: all rows as floats.
+void multiply(const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t first_column, int64_t columns,
+              float* scratch) {
+  if (args.dtype == 0) block<float>(args, input, first_row, rows, first_column, columns, scratch);
+  if (args.dtype == 1) block<Half>(args, input, first_row, rows, first_column, columns, scratch);
+  if (args.dtype == 2) block<BFloat16>(args, input, first_row, rows, first_column, columns, scratch);
 }
 
 }  // namespace leanfleet::linear::LEANFLEET_ISA

@@ -20,6 +20,13 @@ struct Args {
   int64_t rows, depth, columns, width;  // columns: width, or twice as many
 };
 
+// On the CPU: the most columns and rows that are worked out together, and how much of the depth a panel of the weight has. A worker's
+// scratch holds the panel and the sums.
+constexpr int64_t kCpuColumns = 256, kCpuRows = 64, kCpuDepth = 128;
+constexpr int64_t kCpuFewRows = 3, kCpuFewColumns = 4096;  // rows that meet the weight itself, and the most columns then
+static_assert(kCpuFewRows * kCpuFewColumns <= kCpuRows * kCpuColumns, "they share the sums' memory");
+constexpr int64_t kCpuScratch = kCpuDepth * kCpuColumns + 2 * kCpuRows * kCpuColumns;  // floats
+
 // Few rows: what a launch reads is the weight, which each CTA streams a range of. Units of 8192 numbers are the range's steps;
 // those of 64 output columns (a tile) follow each other.
 constexpr int kFewRows = 16;  // of more, cuBLAS has been as fast or faster: bench/kernels/linear.py

@@ -13,10 +13,10 @@
 
 namespace leanfleet::linear {
 
-LEANFLEET_CPU_FUNCTION(int64_t, columns_together, ())
 LEANFLEET_CPU_FUNCTION(void, widen, (const Args& args, int64_t begin, int64_t end, float* to))
 LEANFLEET_CPU_FUNCTION(void, multiply,
-                       (const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t first_column))
+                       (const Args& args, const float* input, int64_t first_row, int64_t rows, int64_t first_column,
+                        int64_t columns, float* scratch))
 
 FewRows plan_few_rows(const Args& args, int sm_count) {
   FewRows plan = {};
@@ -58,20 +58,26 @@ Args make_args(const Call& call) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  constexpr int64_t kLeastColumns = 64;  // 128 bytes of a row of the weight, or more
   const Args args = make_args(call);
+  const int64_t workers = target.threads->count();
   float* const input = ws.scratch<float>(args.rows * args.depth);
+  float* const own = ws.scratch<float>(workers * kCpuScratch);
   if (ws.counting() || args.rows == 0 || args.width == 0) return {};
-  constexpr int64_t kRowsTogether = 64;
-  const int64_t together = select_columns_together()(), blocks = ceil_div(args.width, together);
-  const int64_t parts = ceil_div(args.rows, kRowsTogether);
+  const int64_t parts = ceil_div(args.rows, kCpuRows);
   const auto widen = select_widen();
-  parallel_for(*target.threads, parts, [&](int64_t part) {
-    widen(args, part * kRowsTogether, std::min(args.rows, (part + 1) * kRowsTogether), input);
-  });
+  parallel_for(*target.threads, parts,
+               [&](int64_t part) { widen(args, part * kCpuRows, std::min(args.rows, (part + 1) * kCpuRows), input); });
+  // So many columns that each worker has some blocks.
+  const bool few = args.rows <= kCpuFewRows;
+  const int64_t wanted = round_up(ceil_div(args.width * parts, (few ? 2 : 4) * workers), kLeastColumns);
+  const int64_t columns = std::clamp(wanted, kLeastColumns, few ? kCpuFewColumns : kCpuColumns);
+  const int64_t blocks = ceil_div(args.width, columns);
   const auto multiply = select_multiply();
-  run_items(*target.threads, blocks * parts, target.threads->count(), [&](int64_t item, int64_t) {
-    const int64_t first = item % parts * kRowsTogether;
-    multiply(args, input, first, std::min(kRowsTogether, args.rows - first), item / parts * together);
+  run_items(*target.threads, blocks * parts, workers, [&](int64_t item, int64_t worker) {
+    const int64_t row = item % parts * kCpuRows, column = item / parts * columns;
+    multiply(args, input, row, std::min(kCpuRows, args.rows - row), column, std::min(columns, args.width - column),
+             own + worker * kCpuScratch);
   });
   return {};
 }
