@@ -724,15 +724,34 @@ def _gated_activation_back(ops, node, options):
             raise nodes.Refused("skip_scale is float32, what is added would be rounded to the type of gate_up")
         heads = ops.Reshape(skip, ops.dims(ops.Shape(skip, end=2), ops.size(scale, 0), -1))
         up = ops.Add(up, ops.Reshape(ops.Mul(heads, ops.Unsqueeze(scale, [1])), ops.Shape(up)))
+    return "Mul", [ops.Mul(_active(ops, gate, kind), up)]
+
+
+def _active(ops, gate, kind):
     if kind == "sigmoid":
-        active = ops.Sigmoid(gate)
-    elif kind == "silu":
-        active = ops.Mul(gate, ops.Sigmoid(gate))
-    elif kind == "relu":
-        active = ops.Relu(gate)
-    else:
-        active = ops.Gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return "Mul", [ops.Mul(active, up)]
+        return ops.Sigmoid(gate)
+    if kind == "silu":
+        return ops.Mul(gate, ops.Sigmoid(gate))
+    if kind == "relu":
+        return ops.Relu(gate)
+    return ops.Gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _linear_back(ops, node, options):
+    a, (x, weight, bias) = nodes.attributes(node), [*node.inputs, None][:3]
+    kind = a.get("activation", "silu")
+    gated = a.get("gated", 0)
+    if gated and kind.startswith("gelu") and options["opset"] < 20:
+        raise nodes.Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
+
+    def product(weight, bias):
+        y = ops.MatMul(x, weight)
+        return y if bias is None else ops.Add(y, bias)
+
+    if not gated:
+        return "MatMul", [product(weight, bias)]
+    gate, up = (product(ops.Gather(weight, i, axis=1), bias and ops.Gather(bias, i, axis=0)) for i in (0, 1))
+    return "Mul", [ops.Mul(_active(ops, gate, kind), up)]
 
 
 # Models and files
@@ -755,6 +774,7 @@ _TO_STANDARD = {
     "leanfleet.CausalConv": rewrite_conv.causal_conv_back,
     "leanfleet.GatedDeltaRule": rewrite_linear.gated_delta_rule_back,
     "leanfleet.GatedActivation": _gated_activation_back,
+    "leanfleet.Linear": _linear_back,
 }
 
 

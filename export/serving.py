@@ -380,15 +380,17 @@ def _take_weights(model: ir.Model, folder: Path, file: str, part: Path) -> list[
 
 
 def _placed(tensor: ir.ExternalTensor, location: str, folder: Path, value: ir.Value) -> ir.ExternalTensor:
-    """The same bytes of a file, for a value of its own name."""
+    """The same bytes of a file, for a value of its own name and shape."""
+    assert value.const_value is not None
+    shape = ir.Shape(value.const_value.shape.numpy())
     return ir.ExternalTensor(
-        location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=folder
+        location, tensor.offset, tensor.length, tensor.dtype, shape=shape, name=value.name or "", base_dir=folder
     )
 
 
 def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
-    """Equal for equal tensors, whatever their names, and hardly ever for others."""
-    return tensor.dtype, tuple(tensor.shape), zlib.crc32(tensor.tobytes())
+    """Equal for tensors of equal bytes, whatever their names and shapes, and hardly ever for others."""
+    return tensor.dtype, tensor.nbytes, zlib.crc32(tensor.tobytes())
 
 
 def _one_state(shapes: Shapes) -> Shapes:

@@ -16,7 +16,7 @@ from bench.plots import diagram
 from leanfleet.plotting import CARD, MUTED, PALE_AMBER, PALE_BLUE, PALE_GREY
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 158, 44, 16, 30
-SUMS = {"SkipSimplifiedLayerNormalization": "sum, RMS norm", "SkipLayerNormalization": "sum, norm"}
+SUMS = {"RmsNorm": "sum, RMS norm", "SkipSimplifiedLayerNormalization": "sum, RMS norm", "SkipLayerNormalization": "sum, norm"}
 FILLS = {"leanfleet": PALE_AMBER, "com.microsoft": PALE_BLUE, "": PALE_GREY, "input": CARD, "output": CARD}
 LEGEND = (
     ("leanfleet", "leanfleet"),

@@ -36,6 +36,7 @@ struct Shape {
   static constexpr int kPartials = kGated ? kConsumers : 128;  // threads with sums of a tile
   static constexpr int kExchangeBytes = kTiles * 128 * 16;
   static constexpr int kBytes = 1024 + kStages * (kStageBytes + 16) + kExchangeBytes;
+  static_assert(kPartials <= kConsumers, "no other threads have any");
   static_assert(kBytes <= 227 * 1024 && 2 * (kBytes + 1024) > 228 * 1024, "an SM holds one");
 };
 

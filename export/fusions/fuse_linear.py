@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import adder, constant, new_initializer, take_over
+from leanfleet.export.fusions.graph import adder, constant, named, new_initializer, take_over
 
 _TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -21,9 +21,12 @@ def _weight(node: ir.Node) -> ir.Value | None:
 
 
 def _only_reader(value: ir.Value, op_type: str, domain: str = "") -> ir.Node | None:
-    uses = list(value.uses())
+    """The node of this type, in the value's own graph, that alone reads it; else None."""
+    uses, maker = list(value.uses()), value.producer()
     node = uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-    return node if node is not None and (node.domain, node.op_type) == (domain, op_type) else None
+    if node is None or maker is None or node.graph is not maker.graph:
+        return None
+    return node if (node.domain, node.op_type) == (domain, op_type) else None
 
 
 def _bias(product: ir.Value, columns: int) -> tuple[ir.Node, ir.Value] | None:
@@ -44,6 +47,9 @@ def _gate(product: ir.Value, columns: int) -> tuple[ir.Node, ir.Node] | None:
     if seen is None or gate is None or seen.inputs[0] is not product or columns % 2 != 0:
         return None
     shape = constant(seen.inputs[1])
+    rows, seen_rows = product.shape, gate.outputs[0].shape
+    if rows is None or seen_rows is None or len(rows) != 3 or not named(rows) or [*seen_rows[:2]] != [*rows[:2]]:
+        return None  # other rows than the product's
     alone = all(x is None for x in gate.inputs[1:]) and gate.attributes.get_int("columns", 0) == 0
     whole = shape is not None and len(shape) == 4 and [*shape[2:]] == [2, columns // 2]
     return (seen, gate) if alone and whole else None
@@ -72,7 +78,9 @@ def _fuse(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
         chain.append(bias[0])
         constants.append(bias[1])
     gate = _gate(chain[-1].outputs[0], columns)
-    if gate is not None and all(len(list(value.uses())) == 1 for value in constants):  # else they would be stored twice
+    if gate is not None and all(
+        len(list(value.uses())) == 1 and not value.is_graph_output() for value in constants
+    ):  # else they would be stored twice
         chain += gate
         attributes |= {"gated": 1, "activation": gate[1].attributes.get_string("activation", "silu")}
         constants = [_in_halves(graph, value) for value in constants]

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from leanfleet import export as lf
 from leanfleet.export import causal_conv, causal_linear_decay, decay_gates, export, export_decoder, fusions
 from leanfleet.export import gated_delta_rule, lean_attention
 from leanfleet.export.linear_attention import rotary
@@ -1263,3 +1264,28 @@ def test_products_of_what_is_no_constant_stay():
             return x @ x.transpose(1, 2), x[0] @ x[0].transpose(0, 1)
 
     assert counts_of(Given().half(), torch.randn(2, 5, HIDDEN).half())[0]["fuse_linear"] == 0
+
+
+def test_products_whose_readers_stay():
+    """A gate that sees a product as other rows, and one that reads a sum in a branch."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(HIDDEN, 2 * HIDDEN)
+
+        def forward(self, x):
+            return lf.gated_activation(self.up(x).view(1, -1, 2, HIDDEN))
+
+    class Branch(Rows):
+        def forward(self, x):
+            product = self.up(x)
+            return torch.cond(x.sum() > 0, lambda p, x: p + 1, lambda p, x: p * 2, (product, x))
+
+    torch.manual_seed(9)
+    for module, kept in ((Rows().half().eval(), "GatedActivation"), (Branch().half().eval(), "If")):
+        x = torch.randn(2, 5, HIDDEN).half()
+        counts, model = counts_of(module, x)
+        assert counts["fuse_linear"] == 1 and {"Linear", kept} <= {*kinds(model)}
+        (found,) = results(model, values=(x,))
+        torch.testing.assert_close(torch.from_numpy(found), module(x).detach(), rtol=4e-3, atol=4e-3)

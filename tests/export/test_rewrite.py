@@ -1468,6 +1468,15 @@ def test_gated_activation_back(kind, form):
     is_back(*single("GatedActivation", inputs, attributes), "Mul", "")
 
 
+@pytest.mark.parametrize("kind", (None, "silu", "gelu_tanh", "relu"))
+@pytest.mark.parametrize("bias", (False, True))
+def test_linear_back(kind, bias):
+    columns = (5,) if kind is None else (2, 5)
+    inputs = {"input": normal(2, 3, 8), "weight": normal(8, *columns)} | ({"bias": normal(*columns)} if bias else {})
+    attributes = {} if kind is None else {"gated": 1, "activation": kind}
+    is_back(*single("Linear", inputs, attributes), "MatMul" if kind is None else "Mul", "")
+
+
 @pytest.mark.parametrize("state", (False, True))
 def test_causal_conv_of_columns_and_three_parts_back(state):
     inputs = {"input": normal(2, 9, 20), "weight": normal(4, 12), "bias": normal(12)}

@@ -53,7 +53,8 @@ def test_products(bias):
     kinds = [node.op_type for node in model.graph.node]
     adds = ["Add"] * bias
     assert kinds == ["MatMul", *adds, "Reshape", "GatedActivation", "MatMul", *adds]
-    onnx.checker.check_model(model)
+    del model.functions[:]  # GatedActivation has none here
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     np.testing.assert_allclose(result(model, x), expected, rtol=4e-3, atol=4e-3)
     assert take_products(model) == 0
 
@@ -74,3 +75,27 @@ def test_weights_that_are_no_constants_stay():
     assert take_products(model) == 0
     shape = next(t for t in model.graph.initializer if t.name == weight)
     assert numpy_helper.to_array(shape).shape == (WIDTH, 2, WIDTH)
+
+
+@pytest.mark.parametrize("place", ("input", "output", "branch"))
+def test_weights_that_others_see_stay(place):
+    model = exported(False)
+    weight = model.graph.node[0].input[1]
+    value = onnx.helper.make_tensor_value_info(weight, onnx.TensorProto.FLOAT16, [WIDTH, 2, WIDTH])
+    if place == "branch":
+        read = onnx.helper.make_node("Identity", [weight], ["same"])
+        branch = onnx.helper.make_graph([read], "branch", [], [onnx.helper.make_empty_tensor_value_info("same")])
+        model.graph.node.append(onnx.helper.make_node("If", ["wanted"], ["w"], then_branch=branch, else_branch=branch))
+    else:
+        getattr(model.graph, place).append(value)
+    assert take_products(model) == 1  # the other product's
+    assert [node.op_type for node in model.graph.node][:2] == ["Linear", "MatMul"]
+
+
+def test_names_that_are_taken():
+    model = exported(True)
+    output = model.graph.node[0].output[0]
+    model.graph.node.append(onnx.helper.make_node("Identity", [output], [f"{output}_MatMul"]))
+    assert take_products(model) == 2
+    names = [name for node in model.graph.node for name in node.output]
+    assert len(names) == len({*names})

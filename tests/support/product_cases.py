@@ -52,6 +52,12 @@ def calls(sizes, dtype, seed=0):
     yield make(sizes, dtype, seed + 1, gated=True, bias=bool(seed % 3))
 
 
+def _products(double, half=None):
+    """(products, sums of their terms' sizes); half: which of a gate's two."""
+    parts = {n: t if n == "input" or half is None else t.select(-2, half) for n, t in double.items()}
+    return [reference.linear(**{n: f(t) for n, t in parts.items()})[0] for f in (lambda t: t, torch.abs)]
+
+
 def assert_right(found, inputs, attrs, rounds_products=False):
     """Sums in float32 of as many terms as there are columns, rounded once; rounds_products: before an activation too."""
     double = {name: x.double() for name, x in inputs.items()}
@@ -59,19 +65,16 @@ def assert_right(found, inputs, attrs, rounds_products=False):
     (exact,) = reference.linear(**double, **attrs)
     assert x.dtype == dtype and x.shape == exact.shape
     depth, eps = inputs["input"].shape[-1], torch.finfo(dtype).eps
-    sizes = {name: x.abs() for name, x in double.items()}
-    terms = reference.linear(**sizes, **{**attrs, "activation": "relu"})[0]  # with a gate the product of both sums of sizes
     summed = 2.0**-23 * (4 + depth**0.5)  # of a sum, over that of its terms' sizes
     bound = 0.51 * eps * exact.abs() + torch.finfo(dtype).smallest_normal
     if attrs.get("gated"):
-        gate, values = (
-            reference.linear(**{n: t if n == "input" else t.select(-2, i) for n, t in sizes.items()})[0] for i in (0, 1)
-        )
-        # Activations change at most 1.13 times as much as their gate, and are at most as large; a sigmoid is at most 1.
-        bound = bound + 3 * summed * (terms + values) + 2.0**-20 * (gate + 1) * values
-        if rounds_products:
-            bound = bound + 2 * eps * (gate + 1) * values
+        (y, terms), (z, other_terms) = (_products(double, i) for i in (0, 1))
+        of_gate, of_values = (summed * t + rounds_products * 0.51 * eps * p.abs() for p, t in ((y, terms), (z, other_terms)))
+        active = reference._activated(NAME, y, attrs["activation"]).abs()
+        # An activation changes at most 1.13 times as much as its gate; a kernel's own has an error of float32 beside it.
+        own = 2.0**-20 * (1 + y.abs())
+        bound = bound + 1.13 * of_gate * (z.abs() + of_values) + (active + own) * of_values + own * z.abs()
     else:
-        bound = bound + summed * terms
+        bound = bound + summed * _products(double)[1]
     wrong = ~((x.double() - exact).abs() <= bound)
     assert not wrong.any(), (x[wrong][:3], exact[wrong][:3], bound[wrong][:3])
