@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from leanfleet import driver, native, spec
 from leanfleet.files import new_file
-from leanfleet.trt_plugins.products import take_products
+from leanfleet.trt_plugins.products import take_products, with_branches
 
 if TYPE_CHECKING:
     import onnx
@@ -229,12 +229,12 @@ def _check_nodes(model, onnx):
 
 def _refuse_nodes(model, onnx):
     lists = [model.graph.node, *(f.node for f in model.functions if f.domain != spec.DOMAIN)]
-    ours = [node for nodes in lists for node in _with_subgraphs(nodes, onnx) if node.domain == spec.DOMAIN]
+    ours = [node for nodes in lists for node in with_branches(nodes) if node.domain == spec.DOMAIN]
     for entry in model.opset_import:
         if ours and entry.domain == spec.DOMAIN:
             spec.check_version(entry.version)
     for nodes in lists:  # of names that are no UTF-8 protobuf raises the single ones, and gives those in lists as bytes
-        for node in _with_subgraphs(nodes, onnx):
+        for node in with_branches(nodes):
             names = (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
             for name in names:
                 if isinstance(name, bytes):
@@ -250,16 +250,8 @@ def _refuse_nodes(model, onnx):
                 raise ValueError(f"{op.name} '{node.name}' has {len(names)} {kind}; it has at most {len(tensors)}")
 
 
-def _with_subgraphs(nodes, onnx):
-    for node in nodes:
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
-                yield from _with_subgraphs(graph.node, onnx)
-        yield node
-
-
 def _prepare_nodes(nodes, onnx):
-    for node in _with_subgraphs(nodes, onnx):
+    for node in with_branches(nodes):
         op = spec.all_specs().get(node.op_type)
         if node.domain != spec.DOMAIN or op is None:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,8 @@ def take_products(model: onnx.ModelProto) -> int:
     graph = model.graph
     outside = {x.name for x in (*graph.input, *graph.output)}
     constants = {t.name: t for t in graph.initializer if t.name not in outside}
-    readers = Counter(name for node in _with_branches(graph.node) for name in node.input)
-    taken_names = {name for node in _with_branches(graph.node) for name in (*node.input, *node.output)} | {*constants, *outside}
+    readers = Counter(name for node in with_branches(graph.node) for name in node.input)
+    taken_names = {name for node in with_branches(graph.node) for name in (*node.input, *node.output)} | {*constants, *outside}
     nodes, taken = [], 0
     for node in graph.node:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -51,13 +52,21 @@ def take_products(model: onnx.ModelProto) -> int:
     return taken
 
 
-def _with_branches(nodes):
-    """All nodes, those of branches too."""
+def with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """All nodes, each behind those of its branches.
+
+    Example:
+        import onnx
+        from leanfleet.trt_plugins.products import with_branches
+
+        model = onnx.load("decoder/model.onnx")
+        print({node.op_type for node in with_branches(model.graph.node)})
+    """
     for node in nodes:
-        yield node
         for attribute in node.attribute:
             for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                yield from _with_branches(graph.node)
+                yield from with_branches(graph.node)
+        yield node
 
 
 def _steps(graph, node, constants, activation, taken_names, helper):

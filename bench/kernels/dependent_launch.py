@@ -29,19 +29,29 @@ TABLE, POSITIONS = 512, 32768  # pages of a request's table; rows of the rotary 
 LINES = [(1, 2000), (1, 30_000), (16, 2000), (64, 1000)]  # (batch, context)
 
 
-def chain(batch, context):
-    """A call that runs all layers."""
-    pages, heads = -(-(context + 1) // PAGE), HEADS + 2 * KV_HEADS
+def pages_of(context):
+    """Of a request with a new token behind so many."""
+    return -(-(context + 1) // PAGE)
+
+
+def step_inputs(batch, context):
+    """What attention of one new token a request over pages takes in all layers alike."""
+    pages = pages_of(context)
     table = torch.full((batch, TABLE), -1, dtype=torch.int32, device="cuda")
     table[:, :pages] = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     angles = torch.arange(POSITIONS, device="cuda")[:, None] / 10_000 ** torch.linspace(0, 1, WIDTH // 2, device="cuda")
-    shared = {
+    return {
         "seq_lens": torch.full((batch,), context + 1, dtype=torch.int32, device="cuda"),
         "cu_query_lens": torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
         "block_table": table,
         "cos_cache": angles.cos(),
         "sin_cache": angles.sin(),
     }
+
+
+def chain(batch, context):
+    """A call that runs all layers."""
+    pages, heads, shared = pages_of(context), HEADS + 2 * KV_HEADS, step_inputs(batch, context)
     normal = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.float16)  # noqa: E731
     first, layers = normal(batch, HIDDEN), []
     for _ in range(LAYERS):

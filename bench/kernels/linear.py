@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from bench.kernels.dependent_launch import PAGE, WIDTH, pages_of, step_inputs
 from bench.kernels.timing import COPY_BYTES_PER_US, Launches, captured, times
 
 SEED = 20261130
@@ -34,7 +35,6 @@ SHAPES = [
 # (name, hidden, heads, kv heads, feed-forward width), heads of 128; (requests, context).
 LAYERS = [("llama-3-8b", 4096, 32, 8, 14336), ("llama-3.2-1b", 2048, 16, 4, 8192)]
 LINES = [(1, 2000), (8, 2000), (16, 2000), (32, 1000), (64, 1000)]
-WIDTH, PAGE, TABLE = 128, 64, 64  # of heads; tokens of a page; pages of a request's table
 MOST_BYTES, MOST_CALLS = 2 << 30, 16  # of weights of a line
 
 
@@ -80,29 +80,13 @@ def product(shape, rounds):
     return {"shape": shape, "type": "float16", "floor_us": each / COPY_BYTES_PER_US, "us": medians}
 
 
-def attention_inputs(batch, context, heads, kv_heads):
-    pages = -(-(context + 1) // PAGE)
-    table = torch.full((batch, TABLE), -1, dtype=torch.int32, device="cuda")
-    table[:, :pages] = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
-    angles = torch.arange(TABLE * PAGE, device="cuda")[:, None] / 10_000 ** torch.linspace(0, 1, WIDTH // 2, device="cuda")
-    return {
-        "seq_lens": torch.full((batch,), context + 1, dtype=torch.int32, device="cuda"),
-        "cu_query_lens": torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
-        "block_table": table,
-        "cos_cache": angles.cos(),
-        "sin_cache": angles.sin(),
-    }
-
-
 class Layer:
     """A layer between two norms, whose products are those of Linear or of cuBLAS. x: what the last norm gave; stream: the
     residual stream."""
 
     def __init__(self, weights, caches, shared, x, stream, linear):
-        (self.weights, norms), self.linear = weights, linear
-        qkv, out, up, down = self.weights
+        ((qkv, out, up, down), norms), self.linear = weights, linear
         batch, heads = x.shape[1], qkv.shape[1] // WIDTH
-        self.x = x
         self.qkv = self.product(x, qkv)
         packed = self.qkv[1].view(batch, heads, WIDTH)
         inputs = {"query": packed, **caches, **shared}
@@ -146,12 +130,12 @@ class Layer:
 
 def layers(name, hidden, heads, kv_heads, width, batch, context, rounds):
     count = 16 if hidden <= 2048 else 8
-    shared = attention_inputs(batch, context, heads, kv_heads)
+    shared = step_inputs(batch, context)
     sizes = ((hidden, (heads + 2 * kv_heads) * WIDTH), (heads * WIDTH, hidden), (hidden, 2 * width), (width, hidden))
     weights = [
         ([normal(*s) / s[0] ** 0.5 for s in sizes], [torch.ones(hidden, device="cuda") for _ in range(2)]) for _ in range(count)
     ]
-    pages = batch * -(-(context + 1) // PAGE)
+    pages = batch * pages_of(context)
     caches = [{n: normal(pages, PAGE, kv_heads, WIDTH) for n in ("key_cache", "value_cache")} for _ in range(count)]
     x, stream = normal(1, batch, hidden), normal(1, batch, hidden)
     chains = {}

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "core/find_symbol.h"
+
 namespace leanfleet {
 
 namespace {
@@ -49,12 +51,6 @@ struct Functions {
   int (*multiply)(Handle, Descriptor, const void*, const void*, Descriptor, const void*, Descriptor, const void*, const void*,
                   Descriptor, void*, Descriptor, const Algorithm*, void*, size_t, void*);
 };
-
-template <class F>
-bool find_symbol(void* library, const char* name, F* function) {
-  *function = reinterpret_cast<F>(dlsym(library, name));
-  return *function != nullptr;
-}
 
 bool load_from(const char* name, int flags, Functions* f) {
   void* const library = dlopen(name, RTLD_NOW | RTLD_LOCAL | flags);  // stays loaded
@@ -104,10 +100,8 @@ class Product {
   int make() {
     product_.end = f_.end_product;
     int code = f_.make_product(&product_.of, kComputeFloat32, type_of(DType::kFloat32));
-    if (code == kSuccess && of_.bias != nullptr) {
+    if (code == kSuccess && of_.bias != nullptr)
       code = f_.set_product(product_.of, kDescriptorEpilogue, &kEpilogueBias, sizeof kEpilogueBias);
-      if (code == kSuccess) code = set_bias(of_.bias);
-    }
     if (code == kSuccess) code = make_layout(&weight_, of_.columns, of_.depth);
     if (code == kSuccess) code = make_layout(&input_, of_.depth, of_.rows);
     if (code == kSuccess) code = make_layout(&output_, of_.columns, of_.rows);
@@ -125,20 +119,24 @@ class Product {
     for (const int matrix : kPreferenceAlignments)
       if (code == kSuccess) code = f_.set_preference(preference.of, matrix, &kAlignment, sizeof kAlignment);
     // An address says how a bias is aligned.
-    if (code == kSuccess && of_.bias != nullptr) code = set_bias(reinterpret_cast<const void*>(uintptr_t{kAlignment}));
+    if (code == kSuccess) code = set_bias(reinterpret_cast<const void*>(uintptr_t{kAlignment}));
     if (code == kSuccess)
       code = f_.find(handle, product_.of, weight_.of, input_.of, output_.of, output_.of, preference.of, 1, found, count);
-    if (code == kSuccess && of_.bias != nullptr) code = set_bias(of_.bias);
     return code;
   }
   int multiply(Handle handle, const Algorithm& algorithm, void* stream) {
     const float one = 1.0f, zero = 0.0f;
+    const int code = set_bias(of_.bias);
+    if (code != kSuccess) return code;
     return f_.multiply(handle, product_.of, &one, of_.weight, weight_.of, of_.input, input_.of, &zero, of_.output, output_.of,
                        of_.output, output_.of, &algorithm, of_.workspace, kCublasWorkspace, stream);
   }
 
  private:
-  int set_bias(const void* bias) { return f_.set_product(product_.of, kDescriptorBias, &bias, sizeof bias); }
+  // Where the product has one.
+  int set_bias(const void* bias) {
+    return of_.bias == nullptr ? kSuccess : f_.set_product(product_.of, kDescriptorBias, &bias, sizeof bias);
+  }
   int make_layout(Owned* layout, int64_t rows, int64_t columns) {
     layout->end = f_.end_layout;
     return f_.make_layout(&layout->of, type_, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows);
@@ -156,36 +154,40 @@ Status failed(const Call& call, const char* what, int code) {
   return {Code::kCuda, told.message};
 }
 
+struct Choice {
+  Handle handle = nullptr;
+  Algorithm algorithm = {};
+  bool found = false;  // an algorithm
+};
+
 // Handles, one a device, and algorithms that were found: asking takes longer than a product of a few rows.
 class Known {
  public:
-  // found: whether there is an algorithm.
-  Status find(const Call& call, const Functions& f, const CublasProduct& of, DType dtype, const CudaTarget& target,
-              Product* product, Handle* handle, Algorithm* algorithm, bool* found) {
+  Status choose(const Call& call, const Functions& f, const CublasProduct& of, DType dtype, const CudaTarget& target,
+                Product* product, Choice* choice) {
     const CallsDuringCapture allowed;
     std::lock_guard<std::mutex> lock(mutex_);
-    *found = false;
     Handle& of_device = handles_[target.device];
     int code = of_device == nullptr ? f.create(&of_device) : kSuccess;
     if (code != kSuccess) {
       of_device = nullptr;
       return unless_captured(call, target, failed(call, "begin", code));
     }
-    *handle = of_device;
+    choice->handle = of_device;
     const auto key = std::make_tuple(target.device, dtype, of.rows, of.depth, of.columns, of.bias != nullptr);
     const auto at = algorithms_.find(key);
     if (at == algorithms_.end()) {
       Found best = {};
       int count = 0;
-      code = product->find(*handle, &best, &count);
+      code = product->find(of_device, &best, &count);
       if (code == kNotSupported || (code == kSuccess && count == 0)) return {};
       if (code != kSuccess) return unless_captured(call, target, failed(call, "choose an algorithm", code));
       if (algorithms_.size() >= kMost) algorithms_.clear();
-      *algorithm = algorithms_[key] = best.algorithm;
+      choice->algorithm = algorithms_[key] = best.algorithm;
     } else {
-      *algorithm = at->second;
+      choice->algorithm = at->second;
     }
-    *found = true;
+    choice->found = true;
     return {};
   }
 
@@ -215,12 +217,10 @@ Status multiply_by_cublas(const Call& call, const CublasProduct& of, DType dtype
   Product product(f, of, dtype);
   int code = product.make();
   if (code != kSuccess) return failed(call, "describe a product", code);
-  Handle handle = nullptr;
-  Algorithm algorithm = {};
-  bool found = false;
-  LEANFLEET_RETURN_IF_ERROR(known.find(call, f, of, dtype, target, &product, &handle, &algorithm, &found));
-  if (!found) return {};
-  code = product.multiply(handle, algorithm, target.stream);
+  Choice choice;
+  LEANFLEET_RETURN_IF_ERROR(known.choose(call, f, of, dtype, target, &product, &choice));
+  if (!choice.found) return {};
+  code = product.multiply(choice.handle, choice.algorithm, target.stream);
   if (code != kSuccess) return failed(call, "multiply", code);
   *done = true;
   return {};

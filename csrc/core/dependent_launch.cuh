@@ -1,9 +1,12 @@
 // Launches that may begin while the launch before them in their stream still runs (programmatic dependent launch, CUDA Programming
-// Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing. That one may itself
-// wait for the launch before it then, and so on: until wait_for_launch_before() a kernel writes nothing, and reads nothing that a launch
-// still under way may write, but weights of which the caller promises that, and lines it only brings to the L2 cache. (Attention reads
-// old keys and writes its workspace: the append before it lets it begin behind its own wait, when all launches before have ended.) No CTA ends without waiting: so the launch behind, which waits
-// for this one, has waited for the ones before too.
+// Guide): from when that one lets them (let_next_launch_begin), else when it ends, which in a graph gains nothing.
+//
+// The launch before may itself still wait for the one before it, and so on. So until wait_for_launch_before() a kernel writes nothing,
+// and reads nothing that a launch still under way may write. Exempt are weights that the caller promises to be constant, and lines
+// that are only brought to the L2 cache. Attention does more: it reads old keys and writes its workspace. It may, since the append
+// before it lets it begin only behind the append's own wait, when all launches before have ended.
+//
+// No CTA ends without waiting: so the launch behind, which waits for this one, has waited for the ones before too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -61,18 +64,23 @@ bool may_launch_dependently() {
   return version >= 90;
 }
 
-// Launches a kernel that begins with wait_for_launch_before().
+// Launches a kernel that waits for the launch before it. shared_bytes: dynamic.
 template <auto kKernel, class... Given>
-cudaError_t launch_dependently(dim3 blocks, unsigned threads, cudaStream_t stream, Given&&... given) {
+cudaError_t launch_dependently_with(size_t shared_bytes, dim3 blocks, unsigned threads, cudaStream_t stream, Given&&... given) {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};
   config.gridDim = blocks;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   if (may_launch_dependently<kKernel>()) allow_dependent_launch(config, &attribute);
   const cudaError_t launched = cudaLaunchKernelEx(&config, kKernel, given...);
   if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return launched;
+}
+template <auto kKernel, class... Given>
+cudaError_t launch_dependently(dim3 blocks, unsigned threads, cudaStream_t stream, Given&&... given) {
+  return launch_dependently_with<kKernel>(0, blocks, threads, stream, given...);
 }
 
 }  // namespace leanfleet

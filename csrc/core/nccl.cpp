@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "core/board.h"
+#include "core/find_symbol.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
 #include "core/peers.h"
@@ -74,12 +75,6 @@ struct Nccl {
   const char* (*last_error)(NcclComm);
 };
 
-template <class F>
-bool find(void* library, const char* name, F* function) {
-  *function = reinterpret_cast<F>(dlsym(library, name));
-  return *function != nullptr;
-}
-
 // Stays loaded, as NCCL's threads may outlive a communicator.
 Status load_nccl(const std::string& told, const Nccl** loaded) {
   static std::mutex mutex;
@@ -95,12 +90,14 @@ Status load_nccl(const std::string& told, const Nccl** loaded) {
                                ". Install the wheel nvidia-nccl-cu13 (or -cu12), which PyTorch for CUDA brings, or give the "
                                "path of libnccl.so.2");
   Nccl found;
-  if (!find(library, "ncclGetVersion", &found.get_version) || !find(library, "ncclGetUniqueId", &found.get_id) ||
-      !find(library, "ncclCommInitRankConfig", &found.init) || !find(library, "ncclCommGetAsyncError", &found.get_error) ||
-      !find(library, "ncclCommFinalize", &found.finalize) || !find(library, "ncclCommDestroy", &found.destroy) ||
-      !find(library, "ncclCommAbort", &found.abort) || !find(library, "ncclAllReduce", &found.all_reduce) ||
-      !find(library, "ncclAllGather", &found.all_gather) || !find(library, "ncclGetErrorString", &found.error_string) ||
-      !find(library, "ncclGetLastError", &found.last_error))
+  if (!find_symbol(library, "ncclGetVersion", &found.get_version) || !find_symbol(library, "ncclGetUniqueId", &found.get_id) ||
+      !find_symbol(library, "ncclCommInitRankConfig", &found.init) ||
+      !find_symbol(library, "ncclCommGetAsyncError", &found.get_error) ||
+      !find_symbol(library, "ncclCommFinalize", &found.finalize) || !find_symbol(library, "ncclCommDestroy", &found.destroy) ||
+      !find_symbol(library, "ncclCommAbort", &found.abort) || !find_symbol(library, "ncclAllReduce", &found.all_reduce) ||
+      !find_symbol(library, "ncclAllGather", &found.all_gather) ||
+      !find_symbol(library, "ncclGetErrorString", &found.error_string) ||
+      !find_symbol(library, "ncclGetLastError", &found.last_error))
     return Status::unsupported(path + " lacks functions of NCCL 2.14 or later; install a newer nvidia-nccl-cu13 or -cu12");
   int version = 0;
   if (found.get_version(&version) != kSuccess || version < kOldest)

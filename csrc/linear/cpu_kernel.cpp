@@ -100,10 +100,17 @@ void block(const Args& args, const float* input, int64_t first_row, int64_t rows
   float *const panel = scratch, *const sums = scratch + kCpuDepth * kCpuColumns;
   constexpr int64_t kPart = kCpuRows * kCpuColumns;  // the columns' sums, and behind the gate's those of the values
   const int64_t sums_pitch = rows <= kCpuFewRows ? kCpuFewColumns : kCpuColumns;
-  for (int64_t i = 0; i < kCpuDepth * kCpuColumns + (1 + args.gated) * kPart; i += kLanes) store(scratch + i, Vec{});
-  for (int part = 0; part < 1 + args.gated; ++part)
+  // Whole vectors read columns, and whole groups of rows write sums, that nobody has.
+  const int64_t held = rows <= kCpuFewRows ? rows : (rows + kRows - 1) / kRows * kRows;
+  const int64_t whole = (columns + kVecs * kLanes - 1) / (kVecs * kLanes) * (kVecs * kLanes);
+  for (int64_t k = 0; k < kCpuDepth && rows > kCpuFewRows; ++k)
+    for (int64_t c = columns; c < whole; ++c) panel[k * kCpuColumns + c] = 0.0f;
+  for (int part = 0; part < 1 + args.gated; ++part) {
+    for (int64_t row = 0; row < held; ++row)
+      for (int64_t c = 0; c < whole; c += kLanes) store(sums + part * kPart + row * sums_pitch + c, Vec{});
     add_rows(weight + part * args.width, args.columns, input + first_row * args.depth, args.depth, rows, args.depth, columns,
              panel, sums + part * kPart);
+  }
   const auto biased = [&](int part, int64_t row, int64_t c) {
     const Vec sum = load(sums + part * kPart + row * sums_pitch + c);
     return bias == nullptr ? sum : sum + load_part(bias + part * args.width + c, columns - c);

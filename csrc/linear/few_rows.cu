@@ -13,6 +13,7 @@
 #include "core/with_type.cuh"
 #include "gated_activation/activated.cuh"
 #include "linear/linear.h"
+#include "linear_scan/tensor_map.cuh"
 
 namespace leanfleet::linear {
 
@@ -30,8 +31,8 @@ struct Shape {
   static constexpr bool kGated = kGated_;
   static constexpr int kDepth = kGated ? kBox : 2 * kBox;
   static constexpr int kInputBytes = kRows * kBox * 2 * (kDepth / kBox), kStageBytes = kUnitBytes + kInputBytes;
-  // So many that CTAs of two launches do not fit into an SM: one that begins when its SM's last one ends loads its first stages while
-  // others still end and small launches run, where one that began earlier would have them long since, and nothing under way.
+  // So many that two CTAs do not fit into an SM. The next launch's CTA then begins when this one ends, and fills its stages while other
+  // SMs finish and small launches run. Were it resident earlier, its stages would be full by then, and the memory would idle.
   static constexpr int kStages = 7;
   static constexpr int kPartials = kGated ? kConsumers : 128;  // threads with sums of a tile
   static constexpr int kExchangeBytes = kTiles * 128 * 16;
@@ -113,11 +114,38 @@ __device__ __forceinline__ void copy_units(const Product& product, const CUtenso
   }
 }
 
+template <int kTiles>
+__device__ __forceinline__ void clear(float (&c)[kTiles][4]) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[t][i] = 0.0f;
+}
+
+// The second warpgroup's sums for the first one's: take(its sum, the other's).
+template <int kTiles, class Take>
+__device__ __forceinline__ void take_from_second(float (&c)[kTiles][4], int group, float4* exchange, Take&& take) {
+  const int thread = threadIdx.x % 128;
+  if (group == 1) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) exchange[t * 128 + thread] = make_float4(c[t][0], c[t][1], c[t][2], c[t][3]);
+  }
+  tile::named_barrier(1, kConsumers);
+  if (group == 0) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const float4 other = exchange[t * 128 + thread];
+      take(c[t][0], other.x), take(c[t][1], other.y), take(c[t][2], other.z), take(c[t][3], other.w);
+    }
+  }
+  tile::named_barrier(1, kConsumers);
+}
+
 // Sums of a tile as a thread holds them: c[t][i] is of row 8 t + 2 (lane % 4) + i % 2 and column 16 (warp % 4) + lane / 4 + 8 (i / 2).
 template <class T, class S>
 __device__ __forceinline__ void write_tile(const Product& product, float (&c)[S::kTiles][4], int tile_index, int group,
                                            float4* exchange) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int column = tile_index * kBox + warp * 16 + lane / 4;
   const auto* const bias = static_cast<const T*>(product.bias);
 #pragma unroll
@@ -128,21 +156,8 @@ __device__ __forceinline__ void write_tile(const Product& product, float (&c)[S:
     for (int t = 0; t < S::kTiles; ++t) c[t][2 * j] += add, c[t][2 * j + 1] += add;
   }
   if constexpr (S::kGated) {
-    if (group == 1) {
-#pragma unroll
-      for (int t = 0; t < S::kTiles; ++t) exchange[t * 128 + thread] = make_float4(c[t][0], c[t][1], c[t][2], c[t][3]);
-    }
-    tile::named_barrier(1, kConsumers);
-    if (group == 0) {
-#pragma unroll
-      for (int t = 0; t < S::kTiles; ++t) {
-        const float4 up = exchange[t * 128 + thread];
-        const float values[4] = {up.x, up.y, up.z, up.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[t][i] = gated_activation::activated(product.activation, c[t][i]) * values[i];
-      }
-    }
-    tile::named_barrier(1, kConsumers);
+    take_from_second(c, group, exchange,
+                     [&](float& gate, float value) { gate = gated_activation::activated(product.activation, gate) * value; });
     if (group == 1) return;
   }
 #pragma unroll
@@ -178,10 +193,7 @@ __device__ __forceinline__ bool add_parts(const Product& product, float (&c)[S::
                  : "l"(product.tickets + tile_index), "r"(others)
                  : "memory");
   if (!tile::named_barrier_any(2, S::kPartials, threadIdx.x == 0 && before == others)) return false;
-#pragma unroll
-  for (int t = 0; t < S::kTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[t][i] = 0.0f;
+  clear(c);
   for (int cta = first; cta <= last; cta += kTogether) {
     float4 parts[kTogether][S::kTiles];
 #pragma unroll
@@ -204,10 +216,7 @@ __device__ __forceinline__ bool add_parts(const Product& product, float (&c)[S::
 template <class T, class S>
 __device__ __forceinline__ void add_units(const Memory<S>& memory, float (&c)[S::kTiles][4], int count, int group, int& stage,
                                           uint32_t& parity) {
-#pragma unroll
-  for (int t = 0; t < S::kTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[t][i] = 0.0f;
+  clear(c);
   // A warp's: others of its warpgroup may still multiply.
   const auto release = [&](int used) {
     __syncwarp();
@@ -239,7 +248,7 @@ __device__ __forceinline__ void add_units(const Memory<S>& memory, float (&c)[S:
 
 template <class T, class S>
 __device__ __forceinline__ void multiply_units(const Product& product, const Memory<S>& memory, int begin, int end) {
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int group = threadIdx.x / 128;
   float c[S::kTiles][4];
   int stage = 0;
   uint32_t parity = 0;
@@ -249,19 +258,7 @@ __device__ __forceinline__ void multiply_units(const Product& product, const Mem
     add_units<T, S>(memory, c, count, group, stage, parity);
     unit += count;
     if constexpr (!S::kGated) {  // the halves of the depth
-      if (group == 1) {
-#pragma unroll
-        for (int t = 0; t < S::kTiles; ++t) memory.exchange[t * 128 + thread] = make_float4(c[t][0], c[t][1], c[t][2], c[t][3]);
-      }
-      tile::named_barrier(1, kConsumers);
-      if (group == 0) {
-#pragma unroll
-        for (int t = 0; t < S::kTiles; ++t) {
-          const float4 other = memory.exchange[t * 128 + thread];
-          c[t][0] += other.x, c[t][1] += other.y, c[t][2] += other.z, c[t][3] += other.w;
-        }
-      }
-      tile::named_barrier(1, kConsumers);
+      take_from_second(c, group, memory.exchange, [](float& sum, float other) { sum += other; });
       if (group == 1) continue;
     }
     if (count < product.units_of_tile && !add_parts<S>(product, c, tile_index)) continue;
@@ -297,20 +294,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Boxes of `box_rows` rows by 64 columns of a matrix of 16-bit numbers; what lies beyond it is 0.
-bool encode_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t columns, int box_rows, DType dtype) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
-  if (encode == nullptr) return false;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t bytes[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {kBox, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(map, type, 2, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 template <class T, int kTiles, bool kGated>
 cudaError_t launch_shape(const Args& args, const FewRows& plan, const Product& product, cudaStream_t stream) {
   using S = Shape<kTiles, kGated>;
@@ -322,24 +305,14 @@ cudaError_t launch_shape(const Args& args, const FewRows& plan, const Product& p
     return cudaErrorNotSupported;
   const cudaError_t allowed = allow_shared_memory(kKernel);
   if (allowed != cudaSuccess) return allowed;
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
-  config.gridDim = dim3(static_cast<unsigned>(plan.ctas));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = S::kBytes;
-  config.stream = stream;
-  allow_dependent_launch(config, &attribute);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kKernel, product, weight, input);
-  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
-  return launched;
+  return launch_dependently_with<kKernel>(S::kBytes, dim3(static_cast<unsigned>(plan.ctas)), kThreads, stream, product, weight,
+                                          input);
 }
 
 template <class T, bool kGated>
 cudaError_t launch_rows(const Args& args, const FewRows& plan, const Product& product, cudaStream_t stream) {
-  switch (plan.rows) {
-    case 8: return launch_shape<T, 1, kGated>(args, plan, product, stream);
-    default: return launch_shape<T, 2, kGated>(args, plan, product, stream);
-  }
+  return plan.rows == 8 ? launch_shape<T, 1, kGated>(args, plan, product, stream)
+                        : launch_shape<T, 2, kGated>(args, plan, product, stream);
 }
 
 template <class T>
@@ -349,17 +322,7 @@ cudaError_t launch_type(const Args& args, const FewRows& plan, const Product& pr
 
 }  // namespace
 
-bool runs_few_rows() {
-  static const bool runs = [] {
-    cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, FewRowsKernel<__half, 1, false>) != cudaSuccess) {
-      cudaGetLastError();  // not to be taken for the next launch's
-      return false;
-    }
-    return attributes.ptxVersion == 90;
-  }();
-  return runs;
-}
+bool runs_few_rows() { return may_launch_dependently<FewRowsKernel<__half, 1, false>>(); }
 
 int launch_few_rows(const Args& args, const FewRows& plan, void* partial, uint32_t* tickets, void* stream) {
   Product product = {};

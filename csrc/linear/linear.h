@@ -25,10 +25,11 @@ struct Args {
 constexpr int64_t kCpuColumns = 256, kCpuRows = 64, kCpuDepth = 128;
 constexpr int64_t kCpuFewRows = 3, kCpuFewColumns = 4096;  // rows that meet the weight itself, and the most columns then
 static_assert(kCpuFewRows * kCpuFewColumns <= kCpuRows * kCpuColumns, "they share the sums' memory");
+static_assert(kCpuColumns % 64 == 0 && kCpuFewColumns % 64 == 0, "vectors that are read together are 64 columns or fewer");
 constexpr int64_t kCpuScratch = kCpuDepth * kCpuColumns + 2 * kCpuRows * kCpuColumns;  // floats
 
-// Few rows: what a launch reads is the weight, which each CTA streams a range of. Units of 8192 numbers are the range's steps;
-// those of 64 output columns (a tile) follow each other.
+// Few rows: reading the weight is what takes the time, and each CTA streams a range of it. A range is a run of units of 8,192
+// numbers; the units of a tile, 64 output columns, follow each other.
 constexpr int kFewRows = 16;  // of more, cuBLAS has been as fast or faster: bench/kernels/linear.py
 constexpr int kUnitBytes = 16384;
 struct FewRows {
@@ -43,7 +44,7 @@ enum class Way { kFewRows, kCublas, kPlain };
 Way way_of(const Args& args, int compute_capability, bool has_cublas);
 
 // On CUDA. Returns the cudaError_t of the launch. partial and tickets (zero, and left so): of a plan's sizes. runs_few_rows: whether
-// code for 9.0 was compiled.
+// the current device, of 9.0, has code for it.
 bool runs_few_rows();
 int launch_few_rows(const Args& args, const FewRows& plan, void* partial, uint32_t* tickets, void* stream);
 // output T [rows,columns], whatever `gated` says.

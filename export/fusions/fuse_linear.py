@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from leanfleet import spec
-from leanfleet.export.fusions.graph import adder, constant, named, new_initializer, take_over
+from leanfleet.export.fusions.graph import adder, bias_of, constant, named, new_initializer, only_reader, take_over
 
 _TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -20,30 +20,10 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return weight if fits else None
 
 
-def _only_reader(value: ir.Value, op_type: str, domain: str = "") -> ir.Node | None:
-    """The node of this type, in the value's own graph, that alone reads it; else None."""
-    uses, maker = list(value.uses()), value.producer()
-    node = uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-    if node is None or maker is None or node.graph is not maker.graph:
-        return None
-    return node if (node.domain, node.op_type) == (domain, op_type) else None
-
-
-def _bias(product: ir.Value, columns: int) -> tuple[ir.Node, ir.Value] | None:
-    """(the Add of a constant vector that alone reads a product, the vector); else None."""
-    add = _only_reader(product, "Add")
-    if add is None:
-        return None
-    vector = add.inputs[1 if add.inputs[0] is product else 0]
-    array = constant(vector)
-    fits = vector is not None and array is not None and array.shape == (columns,) and vector.dtype == product.dtype
-    return (add, vector) if fits else None  # type: ignore[return-value]
-
-
 def _gate(product: ir.Value, columns: int) -> tuple[ir.Node, ir.Node] | None:
     """(the Reshape to [B,N,2,columns / 2] that alone reads a product, the GatedActivation that alone reads that); else None."""
-    seen = _only_reader(product, "Reshape")
-    gate = _only_reader(seen.outputs[0], "GatedActivation", spec.DOMAIN) if seen is not None else None
+    seen = only_reader(product, "Reshape")
+    gate = only_reader(seen.outputs[0], "GatedActivation", spec.DOMAIN) if seen is not None else None
     if seen is None or gate is None or seen.inputs[0] is not product or columns % 2 != 0:
         return None
     shape = constant(seen.inputs[1])
@@ -74,7 +54,7 @@ def _fuse(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
     columns, chain = tensor.shape.numpy()[1], [node]
     attributes: dict[str, int | str] = {"constant_weight": 1}
     constants = [weight]
-    if (bias := _bias(node.outputs[0], columns)) is not None:
+    if (bias := bias_of(node.outputs[0], columns)) is not None:
         chain.append(bias[0])
         constants.append(bias[1])
     gate = _gate(chain[-1].outputs[0], columns)

@@ -80,6 +80,23 @@ def read_by(value: ir.Value, *nodes: ir.Node) -> bool:
     return not value.is_graph_output() and readers <= {*nodes}
 
 
+def only_reader(value: ir.Value, op_type: str, domain: str = "") -> ir.Node | None:
+    """The node of this type, in the graph that makes a value, that alone reads it; else None."""
+    uses, maker = list(value.uses()), value.producer()
+    node = uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+    if node is None or maker is None or node.graph is not maker.graph:
+        return None
+    return node if (node.domain, node.op_type) == (domain, op_type) else None
+
+
+def bias_of(product: ir.Value, width: int) -> tuple[ir.Node, ir.Value] | None:
+    """(the Add of a constant vector that alone reads a product of so many columns, the vector); else None."""
+    add = only_reader(product, "Add")
+    vector = add.inputs[1 if add.inputs[0] is product else 0] if add is not None else None
+    array = constant(vector)
+    return (add, vector) if add is not None and vector is not None and array is not None and array.shape == (width,) else None
+
+
 def take_over(old: ir.Value, new: ir.Value) -> None:
     """Gives `new` the name, type, shape and uses of `old`."""
     new.name, new.type, new.shape = old.name, old.type, old.shape

@@ -5,18 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from leanfleet.export.fusions.graph import adder, constant, new_initializer, take_over
+from leanfleet.export.fusions.graph import adder, bias_of, constant, new_initializer, take_over
 
 
-def _bias(node: ir.Node, width: int) -> tuple[ir.Node, np.ndarray] | None:
-    """(node, vector) of the Add of a constant vector that alone reads a node's product of so many columns; else None."""
-    product = node.outputs[0]
-    uses = list(product.uses())
-    add = uses[0].node if len(uses) == 1 and not product.is_graph_output() else None
-    if add is None or add.op_type != "Add" or add.domain != "" or add.graph is not node.graph:
-        return None
-    vector = constant(add.inputs[1 - uses[0].idx])
-    return (add, vector) if vector is not None and vector.shape == (width,) else None
+def _bias(product: ir.Value, width: int) -> tuple[ir.Node, np.ndarray] | None:
+    """(node, vector) of the Add of a constant vector that alone reads a product of so many columns; else None."""
+    found = bias_of(product, width)
+    vector = constant(found[1]) if found is not None else None
+    return (found[0], vector) if found is not None and vector is not None else None
 
 
 def _joined(
@@ -54,7 +50,7 @@ def pack_projections(model: ir.Model, positions: int | None = None) -> int:
             continue
         first = group[0][0]
         widths = [tensor.shape[1] for _, tensor in group]
-        biases = [_bias(node, width) for (node, _), width in zip(group, widths, strict=True)]
+        biases = [_bias(node.outputs[0], width) for (node, _), width in zip(group, widths, strict=True)]
         product = _joined(model.graph, first, "MatMul", x, [tensor for _, tensor in group], dtype)
         if types := [bias[1].dtype for bias in biases if bias]:
             vectors = [bias[1] if bias else np.zeros(width, types[0]) for bias, width in zip(biases, widths, strict=True)]

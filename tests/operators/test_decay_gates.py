@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from leanfleet.export import causal_linear_decay, decay_gates, reference
-from support import gate_cases, ort_models
+from support import gate_cases
+from support.all_calls import check_bodies, check_on_cpu
 from support.gate_cases import DTYPES, NAME, SIZES, assert_right, calls
-from support.kernels import run_kernel, run_untouched
-from support.linear_cases import OPS, one_node_model, session_of
+from support.kernels import run_kernel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -17,9 +17,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_call(dtype, instruction_set):
-    for seed, sizes in enumerate(SIZES):
-        for inputs, attrs in calls(sizes, dtype, seed):
-            assert_right(run_untouched(NAME, inputs, attrs, threads=1 + seed % 4), inputs, attrs)
+    check_on_cpu(gate_cases, dtype)
 
 
 @GPU
@@ -81,13 +79,7 @@ def test_a_decay_is_never_above_1(device):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("sizes", ((2, 5, 3, None), (2, 4, 3, 7)), ids=str)
 def test_function_body(sizes, dtype):
-    for inputs, attrs in calls(sizes, dtype, 3):
-        ranks = {name: x.dim() for name, x in inputs.items()}
-        model = one_node_model(NAME, inputs, attrs, ranks, dtype=str(dtype).removeprefix("torch."))
-        for library in (False, True):
-            given = {name: x.clone() for name, x in inputs.items()}
-            found = ort_models.run_node(session_of(model, library), OPS[NAME], given, attrs)
-            assert_right(found, inputs, attrs, absolute=2e-7)  # ONNX Runtime's softplus loses digits far below 0
+    check_bodies(gate_cases, sizes, dtype, absolute=2e-7)  # ONNX Runtime's softplus loses digits far below 0
 
 
 def test_in_pytorch():

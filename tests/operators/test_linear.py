@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from bench.kernels.timing import Launches, captured
+from leanfleet import spec
 from leanfleet.export import linear, reference
-from support import ort_models
-from support.kernels import run_kernel, run_untouched
-from support.linear_cases import OPS, one_node_model, session_of
+from support import product_cases
+from support.all_calls import check_bodies, check_on_cpu
+from support.kernels import run_kernel
 from support.product_cases import DTYPES, NAME, SIZES, assert_right, calls, make, rounds_products
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -22,9 +23,7 @@ MANY_ROWS = ((1, 33, 512, 264), (3, 700, 1024, 96))
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_call(dtype, instruction_set):
-    for seed, sizes in enumerate(SIZES):
-        for inputs, attrs in calls(sizes, dtype, seed):
-            assert_right(run_untouched(NAME, inputs, attrs, threads=1 + seed % 4), inputs, attrs)
+    check_on_cpu(product_cases, dtype)
 
 
 @GPU
@@ -97,12 +96,7 @@ def test_values_that_are_not_finite(device):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("sizes", ((2, 3, 7, 5), (1, 9, 72, 200)), ids=str)
 def test_function_body(sizes, dtype):
-    for inputs, attrs in calls(sizes, dtype, 3):
-        ranks = {name: x.dim() for name, x in inputs.items()}
-        model = one_node_model(NAME, inputs, attrs, ranks, dtype=str(dtype).removeprefix("torch."))
-        for library in (False, True):
-            given = {name: x.clone() for name, x in inputs.items()}
-            assert_right(ort_models.run_node(session_of(model, library), OPS[NAME], given, attrs), inputs, attrs)
+    check_bodies(product_cases, sizes, dtype)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +121,12 @@ def test_the_reference_agrees_with_pytorch():
     x, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((2, 3, 6), (4, 6), (4,)))
     (found,) = reference.linear(x, weight.T, bias)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
+
+
+def test_activations_are_those_of_gated_activation():
+    """Kernels of both take one number for an activation, its place."""
+    of = {
+        name: next(a.values for a in spec.all_specs()[name].attrs if a.name == "activation")
+        for name in (NAME, "GatedActivation")
+    }
+    assert of[NAME] == of["GatedActivation"] == product_cases.KINDS

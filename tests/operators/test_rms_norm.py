@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from leanfleet.export import reference, rms_norm
-from support import norm_cases, ort_models
-from support.kernels import run_kernel, run_untouched
-from support.linear_cases import OPS, one_node_model, session_of
+from support import norm_cases
+from support.all_calls import check_bodies, check_on_cpu
+from support.kernels import run_kernel
 from support.norm_cases import DTYPES, NAME, SIZES, assert_right, calls
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -17,9 +17,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_call(dtype, instruction_set):
-    for seed, sizes in enumerate(SIZES):
-        for inputs, attrs in calls(sizes, dtype, seed):
-            assert_right(run_untouched(NAME, inputs, attrs, threads=1 + seed % 4), inputs, attrs)
+    check_on_cpu(norm_cases, dtype)
 
 
 @GPU
@@ -61,12 +59,7 @@ def test_values_that_are_not_finite(device):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("sizes", ((2, 3, 7, 0), (2, 5, 96, 12)), ids=str)
 def test_function_body(sizes, dtype):
-    for inputs, attrs in calls(sizes, dtype, 3):
-        ranks = {name: x.dim() for name, x in inputs.items()}
-        model = one_node_model(NAME, inputs, attrs, ranks, dtype=str(dtype).removeprefix("torch."))
-        for library in (False, True):
-            given = {name: x.clone() for name, x in inputs.items()}
-            assert_right(ort_models.run_node(session_of(model, library), OPS[NAME], given, attrs), inputs, attrs)
+    check_bodies(norm_cases, sizes, dtype)
 
 
 def test_in_pytorch():
