@@ -54,6 +54,7 @@ from leanfleet.step_sampler import Call, StepSampler
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 PATIENCE = 1000  # steps of waiting that make up for a priority that is less by one
+PIECE_TOKENS = 256  # a GPU multiplies some 200 tokens with a weight in the time that it takes to read it: see step_room
 
 
 class Constraint(Protocol):
@@ -136,6 +137,24 @@ class Launched:
     results: np.ndarray
     mark: int
     top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
+
+
+def step_room(step_tokens: int, answers: int, max_requests: int) -> int:
+    """New tokens that a GPU's step takes at most, of which `answers` are those of answers in the making.
+
+    While fewer than half of the places have one, that is step_tokens: prompts are through as soon as can be. From then on it is
+    the next multiple of PIECE_TOKENS that leaves half of one for prompts. A step of answers alone waits for weights to be read,
+    so that pieces of prompts come with it at little cost, while a step of whole prompts keeps all answers waiting and wins them
+    no time. Requests end sooner so, and tokens come evenly (Agrawal et al. 2024, Sarathi-Serve, section 4).
+
+    Example:
+        from leanfleet.batching import step_room
+
+        print(step_room(2048, 10, 64), step_room(2048, 64, 64), step_room(2048, 200, 256))  # 2048 256 512
+    """
+    if 2 * answers < max_requests:
+        return step_tokens
+    return min(step_tokens, -(-(answers + PIECE_TOKENS // 2) // PIECE_TOKENS) * PIECE_TOKENS)
 
 
 class Over(RuntimeError):
@@ -334,6 +353,7 @@ class Batch(FolderTokenizer, Admission):
         # what was right of it is read again with the next token, and at most so much that a guess may follow it.
         self.longest_read = 1 + self.speculate if self.linear else 1
         self.longest_answer = self.longest_read + self.speculate if self.linear else 1
+        self.paced = device.kind != "cpu"  # whether answers in the making keep pieces of prompts short: step_room
         kept = limits.kept(self.linear)
         self.pool = PagePool(limits.pages, self.block, limits.share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
@@ -580,6 +600,9 @@ class Batch(FolderTokenizer, Admission):
         """[(request, new tokens of it)] of this step: first answers, then prompts, in their order. Takes the pages that these
         need."""
         budget, chosen = self.step_tokens, {}
+        if self.paced:
+            answers = sum(r.waiting for r in self.running if r.waiting <= self.longest_answer)
+            budget = step_room(budget, answers, self.max_requests)
         for request in sorted(self.running, key=lambda r: (r.waiting > self.longest_answer, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
             if request.marks:  # no further than where its state is kept

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leanfleet import driver
-from leanfleet.batching import NO_STATE, TURNS, Batch, Limits
+from leanfleet.batching import NO_STATE, PIECE_TOKENS, TURNS, Batch, Limits
 from leanfleet.batching import Request as Request
 from leanfleet.decoder_contract import (
     BATCH,
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
 POOL_SHARE = 0.75  # of a GPU's memory beside the weights, which pools take by default: the rest is for steps and their graphs
 DEFAULT_TOKENS = 4096  # of each request in the pool by default where its size does not come from a GPU's memory
-PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
@@ -267,7 +266,8 @@ class ContinuousBatch(Batch):
     Where pages run out, the request with the least priority, the last to come among equals, gives its
     pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
     whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
-    max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
+    max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit; on a
+    GPU fewer while half of max_requests and more are being answered (leanfleet.batching.step_room).
     speculate: so many tokens are guessed at most behind each request's next one, from what followed in its own text where it
     said the same before. A step then gives a request the guesses that are right, and its tokens are the same as without; steps
     are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses. Where layers are linear,

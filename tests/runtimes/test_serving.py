@@ -124,6 +124,32 @@ def test_captured_steps(model, folder, monkeypatch):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
 
 
+def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
+    """As on a GPU: while half of the places have an answer in the making, a step has a few tokens of prompts beside them, and
+    before that as many as it may."""
+    batch = ContinuousBatch(folder, pages=200, max_requests=6, step_tokens=64, providers=["CPUExecutionProvider"])
+    assert not batch.paced  # a CPU gains nothing by it
+    batch.paced = True
+    monkeypatch.setattr(batching, "PIECE_TOKENS", 8)
+    steps, launch = [], batch._launch
+
+    def counted(chosen):
+        answers = sum(count for request, count in chosen if request.tokens)
+        steps.append((answers, sum(count for _, count in chosen)))
+        return launch(chosen)
+
+    monkeypatch.setattr(batch, "_launch", counted)
+    asked = [random_prompt(n, n) for n in (50, 60, 41, 3, 55, 33, 48, 57, 20, 39)]
+    requests = [batch.add(prompt, 14, stop_tokens=()) for prompt in asked]
+    batch.run()
+    few, many = ([total for answers, total in steps if (answers >= 3) is busy] for busy in (False, True))
+    assert max(few) == 64 and max(many) == 16 and sum(total > 6 for total in many) > 10
+    assert all(total <= batching.step_room(64, answers, 6) for answers, total in steps)
+    for prompt, request in zip(asked, requests, strict=True):
+        assert request.tokens == alone(model, prompt, 14)
+    assert [batching.step_room(64, n, 6) for n in (2, 3, 4, 5, 6)] == [64, 8, 8, 16, 16] and batching.step_room(7, 6, 6) == 7
+
+
 @pytest.mark.parametrize("captured", (False, True))
 def test_pages_that_are_shared_and_run_out(model, folder, monkeypatch, captured):
     """Requests that begin alike, cancelled at random, in a pool too small for those that run: the tokens are those of a request
