@@ -42,7 +42,7 @@ def make(sizes, dtype, seed=0, bias=False, gated=False):
 
 
 def rounds_products(sizes):
-    """Whether CUDA kernels round products before their activation: all do, but that of few rows."""
+    """Whether CUDA kernels may round products before a bias and an activation: all may, but that of few rows."""
     B, N, I, O = sizes  # noqa: E741
     return B * N > 16 or I % 8 > 0 or O % 8 > 0
 
@@ -53,13 +53,15 @@ def calls(sizes, dtype, seed=0):
 
 
 def _products(double, half=None):
-    """(products, sums of their terms' sizes); half: which of a gate's two."""
+    """(products, sums of their terms' sizes, products without their bias); half: which of a gate's two."""
     parts = {n: t if n == "input" or half is None else t.select(-2, half) for n, t in double.items()}
-    return [reference.linear(**{n: f(t) for n, t in parts.items()})[0] for f in (lambda t: t, torch.abs)]
+    unbiased = {n: t for n, t in parts.items() if n != "bias"}
+    return [reference.linear(**given)[0] for given in (parts, {n: t.abs() for n, t in parts.items()}, unbiased)]
 
 
 def assert_right(found, inputs, attrs, rounds_products=False):
-    """Sums in float32 of as many terms as there are columns, rounded once; rounds_products: before an activation too."""
+    """Sums in float32 of as many terms as there are columns, rounded once; rounds_products: before a bias or an activation too,
+    as a product and a sum in the type of the tensors would be."""
     double = {name: x.double() for name, x in inputs.items()}
     dtype, x = inputs["input"].dtype, found["output"]
     (exact,) = reference.linear(**double, **attrs)
@@ -67,14 +69,19 @@ def assert_right(found, inputs, attrs, rounds_products=False):
     depth, eps = inputs["input"].shape[-1], torch.finfo(dtype).eps
     summed = 2.0**-23 * (4 + depth**0.5)  # of a sum, over that of its terms' sizes
     bound = 0.51 * eps * exact.abs() + torch.finfo(dtype).smallest_normal
+    before_bias = rounds_products * ("bias" in inputs) * 0.51 * eps
     if attrs.get("gated"):
-        (y, terms), (z, other_terms) = (_products(double, i) for i in (0, 1))
-        of_gate, of_values = (summed * t + rounds_products * 0.51 * eps * p.abs() for p, t in ((y, terms), (z, other_terms)))
+        (y, *of_y), (z, *of_z) = (_products(double, i) for i in (0, 1))
+        of_gate, of_values = (
+            summed * terms + rounds_products * 0.51 * eps * p.abs() + before_bias * unbiased.abs()
+            for p, (terms, unbiased) in ((y, of_y), (z, of_z))
+        )
         active = reference._activated(NAME, y, attrs["activation"]).abs()
         # An activation changes at most 1.13 times as much as its gate; a kernel's own has an error of float32 beside it.
         own = 2.0**-20 * (1 + y.abs())
         bound = bound + 1.13 * of_gate * (z.abs() + of_values) + (active + own) * of_values + own * z.abs()
     else:
-        bound = bound + summed * _products(double)[1]
+        _, terms, unbiased = _products(double)
+        bound = bound + summed * terms + before_bias * unbiased.abs()
     wrong = ~((x.double() - exact).abs() <= bound)
     assert not wrong.any(), (x[wrong][:3], exact[wrong][:3], bound[wrong][:3])
