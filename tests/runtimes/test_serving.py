@@ -147,7 +147,9 @@ def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
     assert all(total <= batching.step_room(64, answers, 6) for answers, total in steps)
     for prompt, request in zip(asked, requests, strict=True):
         assert request.tokens == alone(model, prompt, 14)
-    assert [batching.step_room(64, n, 12) for n in (5, 6, 8, 9, 12)] == [64, 16, 16, 24, 24] and batching.step_room(7, 6, 6) == 7
+    assert [batching.step_room(64, n, 12) for n in (5, 6, 8, 9, 12)] == [64, 16, 16, 24, 24] and batching.step_room(
+        7, 6, 6
+    ) == 7
 
 
 @pytest.mark.parametrize("captured", (False, True))
