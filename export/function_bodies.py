@@ -17,9 +17,11 @@ size of queries and keys, Dv of values, W any size.
 
 import itertools
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +41,7 @@ DEFAULT_OPSET = 20  # of a model without standard operators
 OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
 FLOAT8_OPSET = 19  # the first with Cast to float8e4m3fn
 IR_VERSION = 10  # the first with overloads
+TAKES_OVERLOADS = 1, 27  # onnxruntime's first version that tells overloads apart
 _TOKENS = 3  # the token axis of the inner tensors [Q,Hkv,G,N,W]; once split into chunks, the axis of the chunks
 
 
@@ -1636,13 +1639,24 @@ def _rank_guesses(op, given, attrs, ranks):
     return [dict(zip((name for name, _ in unknown), choice)) for choice in itertools.product(*(r for _, r in unknown))]
 
 
+def _takes_overloads() -> bool:
+    """Whether the onnxruntime that is installed does."""
+    found = []
+    for package in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            found.append(tuple(map(int, re.findall(r"\d+", metadata.version(package))[:2])))
+        except metadata.PackageNotFoundError:
+            continue
+    return bool(found) and min(found) >= TAKES_OVERLOADS
+
+
 def attach(model: ir.Model) -> ir.Model:
     """Gives every leanfleet node of an onnx_ir.Model, in subgraphs too, its overload, and the model the functions that
     these name, one for all equal nodes. Other functions that hold such nodes are inlined first.
 
     Changes the model, may be called again, as it must be after an attribute or the inputs of a node were edited, and
-    returns the model. Raises ValueError as function_for and check_nodes do. Warns where
-    an operator has several overloads: onnxruntime before 1.27 takes the last of them for every node.
+    returns the model. Raises ValueError as function_for and check_nodes do. onnxruntime before 1.27 takes the last overload of
+    an operator for every node: warns where there are several and no newer one is installed.
 
     Example:
         import onnx_ir
@@ -1674,7 +1688,8 @@ def attach(model: ir.Model) -> ir.Model:
             value.name = f"{node.outputs[0].name}.{t.name}" if t in op.active_outputs(attrs) else ""
     for function in functions.values():
         model.functions[function.identifier()] = function
-    if several := sorted(name for name, count in Counter(name for name, _ in functions).items() if count > 1):
+    several = sorted(name for name, count in Counter(name for name, _ in functions).items() if count > 1)
+    if several and not _takes_overloads():
         warnings.warn(
             f"the model has nodes of {', '.join(several)} that differ in optional inputs or attributes. Where "
             "leanfleet's library is not registered it needs onnxruntime 1.27 or newer: older ones run one "
