@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 POOL_SHARE = 0.75  # of a GPU's memory beside the weights, which pools take by default: the rest is for steps and their graphs
 DEFAULT_TOKENS = 4096  # of each request in the pool by default where its size does not come from a GPU's memory
+LEAST_TABLE, MIXED_TABLE = 16, 256  # pages of a request in a captured step at least, and in one with pieces of prompts
 PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
@@ -106,9 +107,12 @@ class _Captured:
     """A captured step of `batch`, the session's CUDA graph `identity`: up to `tokens` new tokens of up to `rows` requests, with
     tables of up to `table` pages, and `wanted` rows of results. Inputs and results keep their addresses. Rows without a request
     have no new tokens. ONNX Runtime runs a step several times while it captures; appending a token twice to the same place of a
-    page does no harm. A state must not take it twice: graphs with states are captured by a step without requests."""
+    page does no harm. A state must not take it twice: graphs with states are captured by a step without requests, as all are
+    that are captured `ahead` of any."""
 
-    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, wanted: int, table: int, identity: int) -> None:
+    def __init__(
+        self, batch: ContinuousBatch, tokens: int, rows: int, wanted: int, table: int, identity: int, ahead: bool = False
+    ) -> None:
         import onnxruntime
 
         self.exchange, self.session, self.path = batch.exchange, batch.session, batch.path
@@ -137,7 +141,7 @@ class _Captured:
             )
         batch.bind_pools(self.binding)
         batch.bind_results(self.binding, wanted)
-        if batch.linear:
+        if batch.linear or ahead:
             self._capture(batch.results.address, {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs})
 
     def _capture(self, earlier: int, nothing: dict[str, np.ndarray]) -> None:
@@ -267,16 +271,17 @@ class ContinuousBatch(Batch):
     pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
     whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit; on a
-    GPU fewer while half of max_requests and more are being answered (leanfleet.batching.step_room).
+    GPU fewer while others are being answered (leanfleet.batching.step_room).
     speculate: so many tokens are guessed at most behind each request's next one, from what followed in its own text where it
     said the same before. A step then gives a request the guesses that are right, and its tokens are the same as without; steps
     are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses. Where layers are linear,
     each of max_requests has a second state.
     library: False runs the function bodies.
-    cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
-    table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
-    the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
-    Call step() in one thread: each captures for itself.
+    cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests, each power of four of pages in
+    the longest table, and each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of
+    providers the CUDA provider's options count then. capture_steps() captures the usual ones before there are requests. The
+    host makes a step while the one before runs, and reads tokens a step behind. Call step() in one thread: each captures for
+    itself.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     rank: of a folder for several ranks, whose share this process runs, with all others: see leanfleet.together. Of a context
@@ -414,6 +419,31 @@ class ContinuousBatch(Batch):
         self.add([0, 0, 0], 3, stop_tokens=())
         self.run()
 
+    def capture_steps(self, longest: int = DEFAULT_TOKENS) -> int:
+        """Captures in this thread the steps of requests of up to `longest` tokens, so that none waits for that later. Returns
+        how many there are; 0 without cuda_graph, and where tokens are guessed. Each step runs a few times, without requests.
+        Raises RuntimeError where one cannot be captured.
+
+        Example:
+            from leanfleet.ort_ops.serving import ContinuousBatch
+
+            batch = ContinuousBatch("serving", pages=64, providers=["CPUExecutionProvider"])
+            print(batch.capture_steps())  # 0: cuda_graph is off
+        """
+        if self.captured is None or self.speculate or self.interface is PADDED_SERVING:
+            return 0
+        captured, most, keys = self._captured_here(), self.max_requests, set[tuple[int, int, int, int]]()
+        tables, longest_table = [1], max(1, -(-longest // self.block))
+        while tables[-1] < longest_table:
+            tables.append(4 * tables[-1])
+        for table in tables:
+            keys |= {self._step_key(rows, rows, rows, table) for rows in (*(1 << i for i in range(most.bit_length())), most)}
+            sizes = range(PIECE_TOKENS, self.step_tokens + PIECE_TOKENS, PIECE_TOKENS)
+            keys |= {self._step_key(min(n, self.step_tokens), 1, 1, table) for n in sizes if n > most * self.longest_answer}
+        for key in sorted(keys - captured.keys()):
+            captured[key] = _Captured(self, *key, next(self.identities), ahead=True)
+        return len(keys)
+
     def _captured_here(self) -> dict[tuple[int, ...], _Captured]:
         """The steps that this thread has captured. ONNX Runtime keeps graphs for the thread that ran them: another would run a
         step several times, to capture it, and states would take it as often."""
@@ -422,17 +452,11 @@ class ContinuousBatch(Batch):
             own = self.captured = self.thread.captured = {}
         return own
 
-    def _captured_step(
-        self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
-    ) -> _Captured:
-        """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
-        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; those of
-        answers with guesses for as many tokens as these may have."""
-
-        def rounded(number: int, most: int) -> int:
-            return min(1 << (number - 1).bit_length(), most)
-
-        few = rounded(rows, self.max_requests)
+    def _step_key(self, tokens: int, rows: int, wanted: int, table: int) -> tuple[int, int, int, int]:
+        """(tokens, rows, wanted, pages) of the captured step for so many new tokens, requests and wanted rows with tables of so
+        many pages, at least. Steps with pieces of prompts have room for all requests, a multiple of PIECE_TOKENS and tables of
+        MIXED_TABLE pages, so that there are few of them; those of answers with guesses for as many tokens as these may have."""
+        few = min(1 << (rows - 1).bit_length(), self.max_requests)
         most = few * max(self.longest_answer, 1 + self.speculate)
         if tokens == rows:
             rows = tokens = wanted = few
@@ -441,7 +465,14 @@ class ContinuousBatch(Batch):
         else:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
-        key = tokens, rows, wanted, rounded(table, self.pool.count)
+            table = max(table, MIXED_TABLE)
+        pages = LEAST_TABLE
+        while pages < table:
+            pages *= 4
+        return tokens, rows, wanted, min(pages, self.pool.count)
+
+    def _captured_step(self, tokens: int, rows: int, wanted: int, table: int) -> _Captured:
+        key, captured = self._step_key(tokens, rows, wanted, table), self._captured_here()
         if key not in captured:
             captured[key] = _Captured(self, *key, next(self.identities))
         return captured[key]
@@ -450,7 +481,7 @@ class ContinuousBatch(Batch):
         wanted, rows, tokens = len(feed[LAST]), len(feed[SEQ_LENS]), len(feed[POSITIONS])
         feed = feed | self.of_rank
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
-            step = self._captured_step(self._captured_here(), tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
+            step = self._captured_step(tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
             step.run(feed, self.turn, self.results.address)
             return
         for name, array in feed.items():

@@ -108,6 +108,10 @@ class Ours:
         gc.collect()
         self.batch = ContinuousBatch(self.folder, None, running, max(step_tokens, running), cuda_graph=True, share=False)
 
+    def prepare(self):
+        """For requests of any length and at any time, as a server starts."""
+        self.batch.capture_steps()
+
     def close(self):
         pass
 
@@ -214,6 +218,9 @@ def draw_weights(model):
 
 class Vllm:
     leads = True
+
+    def prepare(self):
+        """It is: graphs are captured when the engine starts."""
 
     def __init__(self, folder, model, narrow_states, fp8_cache, gpus=1):
         # Its kernels for fp8 caches write bfloat16.
@@ -381,6 +388,7 @@ def timings(engine, model, lines, serving, wanted_rates=()):
     if serving:
         work = requests(SERVING["requests"], SERVING["prompt"], SERVING["answer"], vocabulary)
         engine.open(SERVING["running"], SERVING["step_tokens"])
+        engine.prepare()
         seconds = timed(engine, [p for p, _ in work], [a for _, a in work])
         rate = sum(a for _, a in work) / seconds
         place = {"model": model, "batch": SERVING["running"], "context": SERVING["prompt"], "section": section_of_serving}

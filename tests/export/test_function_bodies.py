@@ -391,22 +391,35 @@ def normalized_nodes(attrs_of_nodes, inputs=("query", "key", "value")):
 def test_overloads_of_an_operator_need_a_newer_onnxruntime(monkeypatch):
     """Said where an older one is installed, or none; not where the new one is."""
 
+    installed = {}
+
     def version(package):
         if package not in installed:
             raise function_bodies.metadata.PackageNotFoundError(package)
         return installed[package]
 
+    def install(packages):
+        installed.clear()
+        installed.update(packages)
+
     monkeypatch.setattr(function_bodies.metadata, "version", version)
     model = onnx_ir.from_proto(normalized_nodes([{}, {"eps": 1e-3}]))
-    older = ({}, {"onnxruntime": "1.26.0"}, {"onnxruntime-gpu": "1.9.1"}, {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.20.1"})
-    for installed in older:
+    older = (
+        {},
+        {"onnxruntime": "1.26.0"},
+        {"onnxruntime-gpu": "1.9.1"},
+        {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.20.1"},
+    )
+    for packages in older:
+        install(packages)
         with pytest.warns(UserWarning, match="nodes of NormalizedLinearAttention that differ.*onnxruntime 1.27 or newer"):
             function_bodies.attach(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for installed in ({"onnxruntime-gpu": "1.27.0"}, {"onnxruntime": "2.0.0"}):
+        for packages in ({"onnxruntime-gpu": "1.27.0"}, {"onnxruntime": "2.0.0"}):
+            install(packages)
             function_bodies.attach(model)
-        installed = {}
+        install({})
         function_bodies.attach(onnx_ir.from_proto(normalized_nodes([{}, {}])))
 
 

@@ -111,6 +111,8 @@ def test_captured_steps(model, folder, monkeypatch):
     batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
     batch.captured = {}
     monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(serving, "LEAST_TABLE", 2)
+    monkeypatch.setattr(serving, "MIXED_TABLE", 8)
     wanted, requests, random = prompts(9), [], np.random.default_rng(4)
     for pool in batch.pools:
         pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
@@ -119,15 +121,18 @@ def test_captured_steps(model, folder, monkeypatch):
     batch.run()
     steps = {(tokens, rows) for tokens, rows, *_ in batch.captured}
     assert {(n, n) for n in (1, 2, 4, 5)} <= steps and {tokens for tokens, rows in steps if tokens > rows} >= {16, 32}
-    assert {pages for *_, pages in batch.captured} <= {1, 2, 4, 8, 16} and all(rows == 5 for n, rows in steps if n > rows)
+    assert {pages for n, rows, _, pages in batch.captured if n == rows} <= {2, 8, 32}
+    assert {pages for n, rows, _, pages in batch.captured if n > rows} <= {8, 32} and all(
+        rows == 5 for n, rows in steps if n > rows
+    )
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
 
 
 def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
-    """As on a GPU: while half of the places have an answer in the making, a step has a few tokens of prompts beside them, and
-    before that as many as it may."""
-    batch = ContinuousBatch(folder, pages=200, max_requests=6, step_tokens=64, providers=["CPUExecutionProvider"])
+    """As on a GPU: beside answers in the making a step has few tokens of prompts while requests wait for a place, and a half of
+    all prompts' once none does."""
+    batch = ContinuousBatch(folder, pages=200, max_requests=6, step_tokens=128, providers=["CPUExecutionProvider"])
     assert not batch.paced  # a CPU gains nothing by it
     batch.paced = True
     monkeypatch.setattr(batching, "PIECE_TOKENS", 8)
@@ -135,21 +140,44 @@ def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
 
     def counted(chosen):
         answers = sum(count for request, count in chosen if request.tokens)
-        steps.append((answers, sum(count for _, count in chosen)))
+        steps.append((answers, bool(batch.queue), sum(count for _, count in chosen)))
         return launch(chosen)
 
     monkeypatch.setattr(batch, "_launch", counted)
-    asked = [random_prompt(n, n) for n in (50, 60, 41, 3, 55, 33, 48, 57, 20, 39)]
+    asked = [random_prompt(n, n) for n in (60, 64, 62, 50, 55, 33, 48, 57, 61, 39)]
     requests = [batch.add(prompt, 14, stop_tokens=()) for prompt in asked]
     batch.run()
-    few, many = ([total for answers, total in steps if (answers >= 3) is busy] for busy in (False, True))
-    assert max(few) == 64 and max(many) == 16 and many.count(16) > 4
-    assert all(total <= batching.step_room(64, answers, 6) for answers, total in steps)
+    first = [total for answers, _, total in steps if not answers]
+    crowded = [total for answers, waiting, total in steps if answers >= 3 and waiting]
+    others = [total for answers, waiting, total in steps if answers and not (answers >= 3 and waiting)]
+    assert max(first) == 128 and max(crowded) == 16 and crowded.count(16) > 4 and 32 <= max(others) < 128
     for prompt, request in zip(asked, requests, strict=True):
         assert request.tokens == alone(model, prompt, 14)
-    assert [batching.step_room(64, n, 12) for n in (5, 6, 8, 9, 12)] == [64, 16, 16, 24, 24] and batching.step_room(
-        7, 6, 6
-    ) == 7
+    assert [batching.step_room(64, n, 99, True) for n in (0, 1, 8, 9, 60)] == [64, 16, 16, 24, 64]
+    assert [batching.step_room(64, 5, n, False) for n in (0, 50, 70, 500)] == [32, 32, 40, 64]
+
+
+def test_steps_captured_ahead(model, folder, monkeypatch):
+    """Before there are requests: no step is captured once they are there, and their tokens are the same."""
+    batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    assert batch.capture_steps() == 0
+    batch.captured = {}
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(serving, "LEAST_TABLE", 1)
+    monkeypatch.setattr(serving, "MIXED_TABLE", 4)
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    made = batch.capture_steps(16 * BLOCK)
+    keys = set(batch.captured)
+    assert {(n, n, n, pages) for n in (1, 2, 4, 5) for pages in (1, 4, 16)} | {
+        (n, 5, 5, pages) for n in (8, 16, 24, 32) for pages in (4, 16)
+    } == keys and made == len(keys)
+    asked = prompts(9)
+    requests = [batch.add(prompt, 12, stop_tokens=()) for prompt in asked]
+    batch.run()
+    assert set(batch.captured) == keys and batch.capture_steps(16 * BLOCK) == made
+    for prompt, request in zip(asked, requests):
+        assert request.tokens == alone(model, prompt, 12)
 
 
 @pytest.mark.parametrize("captured", (False, True))
