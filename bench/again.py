@@ -62,6 +62,7 @@ MEASUREMENTS = (
     Measurement("causal_conv_h200", GPU, ("kernels.causal_conv STEM --drawn 20",)),
     Measurement("decay_gates_h200", GPU, ("kernels.decay_gates STEM --drawn 20 --rounds 15",)),
     Measurement("dependent_launch_h200", GPU, ("kernels.dependent_launch STEM",)),
+    Measurement("linear_h200", GPU, ("kernels.linear STEM --drawn 30",)),
     Measurement("rms_norm_h200", GPU, ("kernels.rms_norm STEM --drawn 20",)),
     Measurement("gated_activation_h200", GPU, ("kernels.gated_activation STEM",)),
     Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --only named --rounds 15",)),
