@@ -64,5 +64,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 __device__ __forceinline__ void mbarrier_arrive_times(uint32_t barrier, uint32_t times) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(times) : "memory");
 }
+// The same, or nothing for 0: without a branch, on which the compiler would stop to mix instructions.
+__device__ __forceinline__ void mbarrier_arrive_times_if(uint32_t barrier, uint32_t times) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(barrier),
+               "r"(times)
+               : "memory");
+}
 }  // namespace tile
 }  // namespace leanfleet

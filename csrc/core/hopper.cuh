@@ -34,6 +34,33 @@ __device__ __forceinline__ float load_or_zero(const float* from, bool load) {
   return x;
 }
 
+// Of shared memory, or 0. A predicate that the compiler does not see through: it would work out the address under it too.
+__device__ __forceinline__ uint4 load_16_bytes_if(uint32_t from, uint32_t load) {
+  uint4 x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "r"(from), "r"(load)
+      : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 load_8_bytes_if(uint32_t from, uint32_t load) {
+  uint2 x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.shared.v2.b32 {%0, %1}, [%2];\n}"
+               : "=&r"(x.x), "=&r"(x.y)
+               : "r"(from), "r"(load)
+               : "memory");
+  return x;
+}
+// The assembler moves a wait for products to the front, but not past an access to memory. This one, to shared memory, is never done,
+// and needs x, which is no NaN of all ones.
+__device__ __forceinline__ void stay_behind(float x, uint32_t address) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0xffffffff;\n@p st.shared.b32 [%1], %0;\n}" ::"r"(__float_as_uint(x)),
+               "r"(address)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch,
                                          uint32_t barrier) {
   asm volatile(

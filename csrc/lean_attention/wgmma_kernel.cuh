@@ -164,17 +164,11 @@ struct WarpgroupConsumer {
     const uint32_t next_keys = ring.full + (turns ? 0 : pair + 1) * 16;
     return mbarrier_test(values_full(pair), parity) & mbarrier_test(next_keys, turns ? parity ^ 1 : parity);
   }
-  // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
-  // compiler would stop to mix instructions. zero: something that has to be known before.
+  // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. zero: something that has to be known
+  // before.
   __device__ __forceinline__ void release(uint32_t empty, bool each = false, uint32_t zero = 0, bool held = true) const {
     __syncwarp();
-    empty += zero;
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(empty),
-                 "r"(!held       ? 0
-                     : each      ? 1
-                     : lane == 0 ? 32
-                                 : 0)
-                 : "memory");
+    mbarrier_arrive_times_if(empty + zero, !held ? 0 : each ? 1 : lane == 0 ? 32 : 0);
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
@@ -194,26 +188,15 @@ struct WarpgroupConsumer {
     const uint2 low = *reinterpret_cast<const uint2*>(bits);
     return make_uint4(low.x, low.y, 0, 0);
   }
-  // `reads`: this is that lane, and there are pages. A predicate that the compiler does not see through: it would work out the
-  // address under it too.
+  // `reads`: this is that lane, and there are pages.
   __device__ __forceinline__ uint32_t load_missing(uint32_t reads) const {
     const uint32_t from = shared_address(ring.masked_out + pair * 2 * Tile::kSlices);
-    uint32_t x, y, z, w;
     if (kTokens == 128) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-          "@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-          : "=&r"(x), "=&r"(y), "=&r"(z), "=&r"(w)
-          : "r"(from), "r"(reads)
-          : "memory");
-      return x | y | z | w;
+      const uint4 bits = hopper::load_16_bytes_if(from, reads);
+      return bits.x | bits.y | bits.z | bits.w;
     }
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.shared.v2.b32 {%0, %1}, [%2];\n}"
-        : "=&r"(x), "=&r"(y)
-        : "r"(from), "r"(reads)
-        : "memory");
-    return x | y;
+    const uint2 bits = hopper::load_8_bytes_if(from, reads);
+    return bits.x | bits.y;
   }
   __device__ __forceinline__ uint4 missing_tokens(bool all_there) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
@@ -264,14 +247,6 @@ struct WarpgroupConsumer {
       }
     }
     hopper::warpgroup_commit();
-  }
-
-  // The assembler moves a wait for products to the front, but not past an access to memory. This one is never done, and needs x,
-  // a sum of weights.
-  __device__ __forceinline__ void stay_behind(float x) const {
-    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0xffffffff;\n@p st.shared.b32 [%1], %0;\n}" ::"r"(__float_as_uint(x)),
-                 "r"(query)
-                 : "memory");
   }
 
   // Softmax
@@ -369,7 +344,7 @@ struct WarpgroupConsumer {
       weigh<0>(s, scale);
       if (kValueWidth > 128) {
         weigh<1>(s, scale);
-        stay_behind(sum[1]);
+        hopper::stay_behind(sum[1], query);
       }
       const bool scales = kValueWidth <= 128 || __any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f);
       hopper::warpgroup_wait<0>();
@@ -771,8 +746,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth, kConverts, kValueWidth>::kTh
     const int of_producers = warp - Tile::kConsumerWarps;
     if (lane == 0) {
       if (loads.tensor_maps) {
-        asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
-        asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
+        hopper::prefetch_map(&key_map);
+        hopper::prefetch_map(&value_map);
       }
 #pragma unroll 1
       for (int i = of_producers; i < 2 * kQueue + 2 * loads.slots; i += Tile::kProducerWarps) {

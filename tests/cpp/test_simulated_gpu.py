@@ -902,7 +902,7 @@ def lean_attention_library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_wgmma(monkeypatch):
-    """Whose products are not simulated."""
+    """But in the test of it: prompts over quantised caches take the other kernel too."""
     monkeypatch.setenv("LEANFLEET_CONVERT", "0")
 
 
@@ -1057,15 +1057,16 @@ CONVERTED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", [pair for pair in QUANT_PAIRS if None not in pair and "channel" not in pair[0]], ids=str)
 def test_quantised_tiles_for_wgmma(lean_attention_library, monkeypatch, quant):
-    """The warps that convert tiles, with consumers of plain arithmetic in place of wgmma."""
+    """Hopper's kernel of prompts, with the warps that convert tiles for it."""
     monkeypatch.setenv("LEANFLEET_CONVERT", "1")
     for seed, facts in enumerate(CONVERTED):
         turn = seed + QUANT_PAIRS.index(quant)
         inputs, attrs = make_case(turn, VARIANTS[turn % 3], HALF[turn // 3 % 2], **facts, quant=quant)
-        before = products(lean_attention_library)
+        before, of_groups = (products(lean_attention_library, kind) for kind in ("products", "group_products"))
         run = partial(run_simulated, lean_attention_library, "LeanAttention", sms=(1, 3, 5)[turn % 3], seed=turn)
         quantised_cases.check(run, inputs, attrs)
         assert products(lean_attention_library) == before, "another kernel"
+        assert products(lean_attention_library, "group_products") > of_groups
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """CUDA kernels without a GPU: libleanfleet.so of some operators in which g++ compiled the kernels, and host threads run them.
 
 tests/cpp/simulated_gpu says how. It takes kernels that live on shuffles, barriers, shared memory, mma.sync, ldmatrix and
-cp.async, and of Hopper's instructions on mbarriers, tensor copies and wgmma with its left side in registers. What it finds:
+cp.async, and of Hopper's instructions on mbarriers, tensor copies and wgmma. What it finds:
 wrong results, barriers that not all threads reach, and results that depend on the order of threads. It says nothing about
 speed, nor about how the compiler of a GPU rounds, and Hopper's copies and products are done at once, so that a missing wait for
 them does not show.

@@ -29,6 +29,9 @@ inline void mbarrier_arrive_times(uint32_t barrier, uint32_t times) {
   b.pending = static_cast<uint16_t>(b.pending - times);
   mbarrier_settle(b);
 }
+inline void mbarrier_arrive_times_if(uint32_t barrier, uint32_t times) {
+  if (times != 0) mbarrier_arrive_times(barrier, times);
+}
 inline void mbarrier_arrive(uint32_t barrier) { mbarrier_arrive_times(barrier, 1); }
 inline void mbarrier_expect(uint32_t barrier, int bytes) { mbarrier_at(barrier).bits += 2 * bytes; }
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {

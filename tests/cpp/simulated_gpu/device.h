@@ -113,6 +113,10 @@ inline void ptx_ld_shared_v4_b32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t
   a = x[0], b = x[1], c = x[2], d = x[3];
 }
 inline void ptx_ld_shared_b32(uint32_t& x, uint32_t from) { std::memcpy(&x, from_shared(from, 4), 4); }
+inline void ptx_ld_shared_v2_f32(float& a, float& b, uint32_t from) {
+  const char* const at = static_cast<const char*>(from_shared(from, 8));
+  std::memcpy(&a, at, 4), std::memcpy(&b, at + 4, 4);
+}
 inline void ptx_ld_shared_b16(uint16_t& x, uint32_t from) { std::memcpy(&x, from_shared(from, 2), 2); }
 
 // Lane 8 i + n brings the address of row n of matrix i; it gets two neighbours of row lane / 4, or of column lane / 4.
@@ -223,6 +227,7 @@ inline void ptx_fma_rn_bf16x2(uint32_t& y, uint32_t a, uint32_t b, uint32_t c) {
   std::memcpy(&y, x[0], 4);
 }
 inline void ptx_prefetch_global_L2(const void*) {}
+inline void ptx_activemask_b32(int& mask) { mask = -1; }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}

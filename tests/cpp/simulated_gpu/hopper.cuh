@@ -11,6 +11,13 @@ namespace hopper {
 using namespace tile;
 
 inline void fence_proxy_async() {}
+inline uint4 load_16_bytes_if(uint32_t from, uint32_t load) { return load != 0 ? load_16_bytes(from) : make_uint4(0, 0, 0, 0); }
+inline uint2 load_8_bytes_if(uint32_t from, uint32_t load) {
+  uint2 x = make_uint2(0, 0);
+  if (load != 0) std::memcpy(&x, simulated::from_shared(from, 8), 8);
+  return x;
+}
+inline void stay_behind(float, uint32_t) {}
 inline void warpgroup_arrive() {}
 inline void warpgroup_commit() {}
 template <int kLeft>
@@ -99,7 +106,6 @@ void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int 
 // The same with a in a tile, of 64 rows of the product. kRowsSummed: of a's tile; that of b has the summed index as columns.
 template <bool kRowsSummed, class T, int kTiles>
 void wgmma_ss(T, float (&c)[kTiles][4], uint32_t a, uint32_t b, int add) {
-  static_assert(kTiles <= 2, "others are not simulated");
   simulated::votes(simulated::kWholeWarp, false);  // all lanes come here
   simulated::count_group_product();
   const auto base_of = [](uint32_t descriptor) { return simulated::shared_base() + ((descriptor & 0x3fff) << 4); };
@@ -109,20 +115,26 @@ void wgmma_ss(T, float (&c)[kTiles][4], uint32_t a, uint32_t b, int add) {
     return static_cast<float>(x);
   };
   const int lane = simulated::lane(), warp = static_cast<int>(simulated::place().thread.x) / 32 % 4;
+  float left[2][16];
+  for (uint32_t e = 0; e < 2; ++e)
+    for (uint32_t k = 0; k < 16; ++k) {
+      const uint32_t row = 16 * warp + lane / 4 + 8 * e;
+      left[e][k] = value(swizzled(base_of(a) + (kRowsSummed ? k * 128 + 2 * row : row * 128 + 2 * k)));
+    }
   for (int n = 0; n < kTiles; ++n)
-    for (int e = 0; e < 4; ++e) {
-      const auto row = static_cast<uint32_t>(16 * warp + lane / 4 + e / 2 * 8);
-      const auto column = static_cast<uint32_t>(8 * n + lane % 4 * 2 + e % 2);
-      double sum = add ? c[n][e] : 0.0;
-      for (uint32_t k = 0; k < 16; ++k)
-        sum += static_cast<double>(value(swizzled(base_of(a) + (kRowsSummed ? k * 128 + 2 * row : row * 128 + 2 * k)))) *
-               value(swizzled(base_of(b) + column * 128 + 2 * k));
-      c[n][e] = static_cast<float>(sum);
+    for (int i = 0; i < 2; ++i) {
+      const auto column = static_cast<uint32_t>(8 * n + lane % 4 * 2 + i);
+      double sum[2] = {add ? c[n][i] : 0.0, add ? c[n][2 + i] : 0.0};
+      for (uint32_t k = 0; k < 16; ++k) {
+        const double right = value(swizzled(base_of(b) + column * 128 + 2 * k));
+        sum[0] += left[0][k] * right, sum[1] += left[1][k] * right;
+      }
+      c[n][i] = static_cast<float>(sum[0]), c[n][2 + i] = static_cast<float>(sum[1]);
     }
 }
-template <class... Arguments>
-void wgmma_ss(Arguments&&...) {
-  simulated::unsupported();
+template <class T, int kTiles>
+void wgmma_ss(T, float (&c)[kTiles][4], uint32_t a, uint32_t b, int add) {
+  wgmma_ss<false>(T{}, c, a, b, add);
 }
 
 }  // namespace hopper

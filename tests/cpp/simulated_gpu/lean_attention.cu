@@ -1,6 +1,5 @@
 // In place of the instances of LeanAttention's kernels for 16-bit caches, whose copies are not simulated: calls that would take
-// them fail. Where producers make tiles of quantised caches for wgmma, they are the real ones, and their consumers stand-ins of plain
-// arithmetic. CTAs that read caches straight into registers are launched without clusters; those with one segment, where a cluster would
+// them fail. CTAs that read caches straight into registers are launched without clusters; those with one segment, where a cluster would
 // share a unit, have all of it.
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
@@ -13,91 +12,6 @@ template <class T, int kWidth>
 int launch_mma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, int, void*) {
   return cudaErrorNotSupported;
 }
-
-// Two threads a row, each with half of its columns. They wait and arrive as the real ones do.
-template <class T, int kWidth>
-struct WarpgroupConsumer<T, kWidth, true, kWidth> {
-  using Tile = WgmmaTile<kWidth, true>;
-  static constexpr int kTokens = Tile::kTokens, kColumns = kWidth / 2;
-  const Args& args;
-  const TileLoads& loads;
-  const RingAddresses& ring;
-  uint32_t query;
-  int group, warp, lane;
-  RingPlace place{0, 0};
-  float o[kColumns], max, sum, keys[kWidth], logits[kTokens];
-
-  void run() {
-    if (args.plan.merge_apart && warp == 0 && lane == 0) begin_cuts(args, blockIdx.x);
-    place = RingPlace(0, loads.slots);
-    for (RingPlace queued(0, kQueue);; queued.next()) {
-      mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
-      const Work& work = ring.queue[queued.slot];
-      if (work.last != 0) return;
-      compute(work);
-      mbarrier_arrive(ring.queue_empty + queued.slot * 8);
-    }
-  }
-  template <class F>
-  void with_slot(F&& body) {
-    mbarrier_wait(ring.full + place.slot * 8, place.parity);
-    body(ring.slots + Tile::slot_at(place.slot));
-    mbarrier_arrive(ring.empty + place.slot * 8);
-    place.next();
-  }
-  static float number(uint32_t slot, int token, int column) {
-    T x;
-    std::memcpy(&x, simulated::from_shared(slot + slot_offset<kTokens>(token, column / 8) + column % 8 * 2, 2), 2);
-    return static_cast<float>(x);
-  }
-  void compute(const Work& work) {
-    const Span all = unit_rows(args, work.unit.request, work.unit.row_tile);
-    const int thread = warp % 4 * 32 + lane, of_unit = Tile::kGroupRows * group + thread / 2, row = all.begin + of_unit;
-    const bool real = row < min32(all.end, args.group * work.unit.request.tokens);
-    const RowBounds bounds = real ? row_bounds(args, work.unit, row) : RowBounds{0, 0};
-    const T* const from = real ? query_row<T>(args, work.unit, row_place(args, work.unit, row)) : nullptr;
-    std::memset(o, 0, sizeof(o));
-    max = -INFINITY, sum = 0.0f;
-    for (int tile = work.segment.tiles.begin; tile < work.segment.tiles.end; ++tile) {
-      with_slot([&](uint32_t slot) { weigh(slot, tile * kTokens, bounds, from); });
-      with_slot([&](uint32_t slot) {
-        for (int token = 0; token < kTokens; ++token)
-          for (int d = 0; logits[token] > 0.0f && d < kColumns; ++d)
-            o[d] += logits[token] * number(slot, token, thread % 2 * kColumns + d);
-      });
-    }
-    if (row < all.end) write(work, row, of_unit, thread % 2 * kColumns);
-    if (work.segment.count > 1) end_part<T>(args, work.unit, work.segment, work.first, warp, Tile::kConsumerWarps);
-  }
-  // Logits of a tile, and what becomes of them.
-  void weigh(uint32_t slot, int begin, RowBounds bounds, const T* from) {
-    float top = max;
-    for (int token = 0; token < kTokens; ++token) {
-      const int j = begin + token, bits = ring.masked_out[place.slot * Tile::kSlices + token / 16];
-      logits[token] = -INFINITY;
-      if (j < bounds.begin || j >= bounds.end || (args.cache_kind == kPaged && (bits >> token % 16 & 1) != 0)) continue;
-      float x = 0.0f, scale;
-      for (int d = 0; d < kWidth; ++d) x += static_cast<float>(from[d]) * number(slot, token, d);
-      std::memcpy(&scale, simulated::from_shared(ring.key_scales + (place.slot / 2 * kTokens + token) * 4, 4), 4);
-      x *= scale * args.scale;
-      if (args.softcap > 0.0f) x = args.softcap * std::tanh(x / args.softcap);
-      logits[token] = x * kLog2E;
-      top = std::fmax(top, logits[token]);
-    }
-    const float factor = max == -INFINITY ? 0.0f : std::exp2(max - top);
-    max = top, sum *= factor;
-    for (float& x : o) x *= factor;
-    for (float& x : logits) x = x == -INFINITY ? 0.0f : std::exp2(x - top), sum += x;
-  }
-  void write(const Work& work, int row, int of_unit, int column) {
-    for (int d = 0; d < kColumns; d += 4) {
-      float4 x = make_float4(o[d], o[d + 1], o[d + 2], o[d + 3]);
-      scale_values(args.value_scales, work.unit.head, kWidth, column + d, x);
-      if (work.segment.count == 1) write_row<T>(args, work.unit, row, column + d, x, max, sum);
-      else write_partial(args, work.segment.slot, of_unit, column + d, x, max, sum);
-    }
-  }
-};
 
 template <class T, int kWidth, bool kConverts, int kValueWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
