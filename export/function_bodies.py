@@ -21,6 +21,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
 FLOAT8_OPSET = 19  # the first with Cast to float8e4m3fn
 IR_VERSION = 10  # the first with overloads
 TAKES_OVERLOADS = 1, 27  # onnxruntime's first version that tells overloads apart
+RUNTIMES = ("onnxruntime", *(f"onnxruntime-{of}" for of in ("gpu", "directml", "openvino", "qnn", "rocm")))  # its packages
 _TOKENS = 3  # the token axis of the inner tensors [Q,Hkv,G,N,W]; once split into chunks, the axis of the chunks
 
 
@@ -1642,11 +1644,9 @@ def _rank_guesses(op, given, attrs, ranks):
 def _takes_overloads() -> bool:
     """Whether the onnxruntime that is installed does."""
     found = []
-    for package in ("onnxruntime", "onnxruntime-gpu"):
-        try:
-            found.append(tuple(map(int, re.findall(r"\d+", metadata.version(package))[:2])))
-        except metadata.PackageNotFoundError:
-            continue
+    for package in RUNTIMES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(tuple(map(int, re.findall(r"\d+", metadata.version(package) or "0")[:2])))
     return bool(found) and min(found) >= TAKES_OVERLOADS
 
 

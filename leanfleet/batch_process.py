@@ -467,8 +467,7 @@ def main(number: str) -> None:
         try:
             from leanfleet.ort_ops.serving import open_batch
 
-            batch = open_batch(folder, **options)
-            batch.capture_steps()
+            batch = open_batch(folder, ahead=True, **options)
         except Exception as error:
             error.add_note(f"In the process of the batch:\n{traceback.format_exc()}")
             connection.send(_sendable(error))

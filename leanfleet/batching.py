@@ -140,25 +140,26 @@ class Launched:
 
 
 def step_room(step_tokens: int, answers: int, prompts: int, crowded: bool) -> int:
-    """New tokens that a GPU's step takes at most. answers: of those, how many of answers in the making. prompts: tokens of
+    """New tokens that a GPU's step takes at most, guesses apart. answers: tokens of answers in the step. prompts: tokens of
     prompts that are still to be read. crowded: at least half of the places have an answer, and requests wait for a place.
 
     A step of answers alone waits for weights to be read, so that a piece of a prompt comes with it at little cost, while
     answers wait for a long one (Agrawal et al. 2024, Sarathi-Serve, section 4). In a crowd, where a place that becomes free is
-    taken at once, that is the next multiple of PIECE_TOKENS that leaves a whole one for prompts. Else half of the prompts
-    comes at once, and four times PIECE_TOKENS at least: requests that come together soon run together. Without answers it is
-    step_tokens. Of Llama-3-8B's shape on an H200, with 64 places for 256 requests: 3,430 tokens a second for 3,290, and the
-    p99 between tokens 19 ms for 56, with 512 tokens a step for up to 2,048; 256 are too few to multiply well.
+    taken at once, the step has room for PIECE_TOKENS of prompts beside the answers, rounded up to a multiple of them all. Else
+    half of the prompts comes at once, and four times PIECE_TOKENS at least, or all where less than PIECE_TOKENS would be left:
+    requests that come together soon run together. Without answers the room is step_tokens.
 
     Example:
         from leanfleet.batching import step_room
 
-        print(step_room(2048, 64, 5000, True), step_room(2048, 64, 900, False))  # 512 1024
+        print(step_room(2048, 64, 5000, True), step_room(2048, 64, 900, False))  # 512 1280
     """
     if not answers:
         return step_tokens
-    wanted = answers + PIECE_TOKENS if crowded else max(4 * PIECE_TOKENS, answers + prompts // 2)
-    return min(step_tokens, -(-wanted // PIECE_TOKENS) * PIECE_TOKENS)
+    piece = PIECE_TOKENS if crowded else max(4 * PIECE_TOKENS, prompts // 2)
+    if not crowded and prompts - piece < PIECE_TOKENS:
+        piece = max(piece, prompts)
+    return min(step_tokens, -(-(answers + piece) // PIECE_TOKENS) * PIECE_TOKENS)
 
 
 class Over(RuntimeError):
@@ -358,6 +359,7 @@ class Batch(FolderTokenizer, Admission):
         self.longest_read = 1 + self.speculate if self.linear else 1
         self.longest_answer = self.longest_read + self.speculate if self.linear else 1
         self.paced = device.kind != "cpu"  # whether answers in the making keep pieces of prompts short: step_room
+        self.full = False  # whether a request waits for a place, or for pages
         kept = limits.kept(self.linear)
         self.pool = PagePool(limits.pages, self.block, limits.share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
@@ -550,8 +552,10 @@ class Batch(FolderTokenizer, Admission):
     def _admit(self) -> None:
         """Starts waiting requests in their order while places last, and pages for their texts. One whose next page another
         request is about to fill waits for it."""
+        self.full = False
         for request in list(self.queue):
-            if len(self.running) == self.max_requests or request.coming:
+            self.full = len(self.running) == self.max_requests
+            if self.full or request.coming:
                 return
             size = len(request.prompt) + len(request.tokens)
             text = request.text(0, size)
@@ -571,6 +575,7 @@ class Batch(FolderTokenizer, Admission):
                 self.pool.release(pages)
             elif need > self.pool.available:
                 self.pool.release(pages)
+                self.full = True
                 return
             else:
                 try:
@@ -607,8 +612,7 @@ class Batch(FolderTokenizer, Admission):
         if self.paced:
             answers = [r.waiting for r in self.running if r.waiting <= self.longest_answer]
             prompts = sum(r.waiting for r in self.running) - sum(answers)
-            crowded = bool(self.queue) and 2 * len(answers) >= self.max_requests
-            budget = step_room(budget, sum(answers), prompts, crowded)
+            budget = step_room(budget, sum(answers), prompts, self.full and 2 * len(answers) >= self.max_requests)
         for request in sorted(self.running, key=lambda r: (r.waiting > self.longest_answer, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
             if request.marks:  # no further than where its state is kept

@@ -277,7 +277,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
         type=_positive,
         metavar="N",
         help="new tokens a step: answers in the making wait while it takes pieces of prompts (default: 128; with CUDA 2048, "
-        "and fewer once half of --max-requests are being answered)",
+        "and fewer while others are being answered)",
     )
     serve.add_argument("--no-share", dest="share", action="store_false", help="do not share beginnings of prompts")
     serve.add_argument(

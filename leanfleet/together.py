@@ -89,6 +89,7 @@ def _sizes(batch: Batch) -> dict[str, Any]:
         "pages": batch.pool.count,
         "max_requests": batch.max_requests,
         "step_tokens": batch.step_tokens,
+        "paced": batch.paced,
         "speculate": batch.speculate,
         "state_rows": batch.state_rows,
         "share": batch.pool.share,

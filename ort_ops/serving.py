@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 POOL_SHARE = 0.75  # of a GPU's memory beside the weights, which pools take by default: the rest is for steps and their graphs
 DEFAULT_TOKENS = 4096  # of each request in the pool by default where its size does not come from a GPU's memory
 LEAST_TABLE, MIXED_TABLE = 16, 256  # pages of a request in a captured step at least, and in one with pieces of prompts
+MOST_AHEAD = 2048  # new tokens of steps that are captured before there are requests
 PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
@@ -116,7 +118,7 @@ class _Captured:
         import onnxruntime
 
         self.exchange, self.session, self.path = batch.exchange, batch.session, batch.path
-        self.earlier = batch.earlier
+        self.earlier, self.kept = batch.earlier, batch.kept_tokens
         if batch.interface is PADDED_SERVING:
             start = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
             shapes = {name: list(array.shape) for name, array in start.items()}
@@ -142,15 +144,16 @@ class _Captured:
         batch.bind_pools(self.binding)
         batch.bind_results(self.binding, wanted)
         if batch.linear or ahead:
-            self._capture(batch.results.address, {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs})
+            nothing = {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs}
+            self._capture(batch.results.address, nothing | batch.of_rank)
 
     def _capture(self, earlier: int, nothing: dict[str, np.ndarray]) -> None:
         """Runs a step without requests. The tokens that the step before has left at `earlier` stay."""
-        kept, size = self.exchange.allocate(8 * self.earlier), 8 * self.earlier
-        self.exchange.copy(kept, earlier, size)
+        size = 8 * self.earlier
+        self.exchange.copy(self.kept, earlier, size)
         self._send(nothing, 0, 0)
         self._call()
-        self.exchange.copy(earlier, kept, size)
+        self.exchange.copy(earlier, self.kept, size)
         self.exchange.wait(self.exchange.mark())  # the host's bytes are written again soon
 
     def run(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
@@ -179,9 +182,10 @@ class _Captured:
             self.session.run_with_iobinding(self.binding, self.options)
 
 
-def open_batch(folder: str | Path, *, cuda_graph: bool | None = None, **options: Any) -> ContinuousBatch:
+def open_batch(folder: str | Path, *, cuda_graph: bool | None = None, ahead: bool = False, **options: Any) -> ContinuousBatch:
     """A ContinuousBatch, of options as it takes them. cuda_graph: None: with CUDA graphs if a short answer, which is tried, can
-    be had of them, or where it fails, as with nodes of onnxruntime's that wait for the host, without them.
+    be had of them, or where it fails, as with nodes of onnxruntime's that wait for the host, without them. ahead: in the thread
+    that will call step(): capture_steps() too, as part of what is tried.
 
     Example:
         from leanfleet.ort_ops.serving import open_batch
@@ -189,10 +193,15 @@ def open_batch(folder: str | Path, *, cuda_graph: bool | None = None, **options:
         batch = open_batch("serving", pages=64, providers=["CPUExecutionProvider"], cuda_graph=False)
     """
     if cuda_graph is not None:
-        return ContinuousBatch(folder, **options, cuda_graph=cuda_graph)
+        batch = ContinuousBatch(folder, **options, cuda_graph=cuda_graph)
+        if ahead:
+            batch.capture_steps()
+        return batch
     batch = ContinuousBatch(folder, **options, cuda_graph=True)
     try:
         batch.try_capture()
+        if ahead:
+            batch.capture_steps()
         return batch
     except RuntimeError as error:
         warnings.warn(f"steps are not captured as CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
@@ -277,11 +286,10 @@ class ContinuousBatch(Batch):
     are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses. Where layers are linear,
     each of max_requests has a second state.
     library: False runs the function bodies.
-    cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests, each power of four of pages in
-    the longest table, and each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of
-    providers the CUDA provider's options count then. capture_steps() captures the usual ones before there are requests. The
-    host makes a step while the one before runs, and reads tokens a step behind. Call step() in one thread: each captures for
-    itself.
+    cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
+    table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
+    the CUDA provider's options count then. capture_steps() captures the usual ones before there are requests. The host makes a
+    step while the one before runs, and reads tokens a step behind. Call step() in one thread: each captures for itself.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     rank: of a folder for several ranks, whose share this process runs, with all others: see leanfleet.together. Of a context
@@ -385,6 +393,11 @@ class ContinuousBatch(Batch):
             rows, *row = pool.shape()
             yield name, pool.data_ptr(), rows, int(np.prod(row)) * _BYTES[pool.element_type()]
 
+    @cached_property
+    def kept_tokens(self) -> int:
+        """Memory for the tokens that a step has left, while another one is captured."""
+        return self.exchange.allocate(8 * max(self.earlier, 1))
+
     def _sampler_graph(self, path: Path) -> tuple[Call, list[str]]:
         return _graph(path, self.exchange)
 
@@ -420,9 +433,11 @@ class ContinuousBatch(Batch):
         self.run()
 
     def capture_steps(self, longest: int = DEFAULT_TOKENS) -> int:
-        """Captures in this thread the steps of requests of up to `longest` tokens, so that none waits for that later. Returns
-        how many there are; 0 without cuda_graph, and where tokens are guessed. Each step runs a few times, without requests.
-        Raises RuntimeError where one cannot be captured.
+        """Captures the steps of requests of up to `longest` tokens, so that none of them waits for that later; in the thread
+        that will call step(), and over ranks on all of them, before leanfleet.together. Steps beyond MOST_AHEAD new tokens
+        are captured as they come. Returns how many steps there are; 0 without cuda_graph, where tokens are guessed, and for
+        folders whose format gives one token of a request a step. Each step runs a few times, without requests. Raises
+        RuntimeError where one cannot be captured.
 
         Example:
             from leanfleet.ort_ops.serving import ContinuousBatch
@@ -432,17 +447,30 @@ class ContinuousBatch(Batch):
         """
         if self.captured is None or self.speculate or self.interface is PADDED_SERVING:
             return 0
-        captured, most, keys = self._captured_here(), self.max_requests, set[tuple[int, int, int, int]]()
-        tables, longest_table = [1], max(1, -(-longest // self.block))
-        while tables[-1] < longest_table:
-            tables.append(4 * tables[-1])
-        for table in tables:
-            keys |= {self._step_key(rows, rows, rows, table) for rows in (*(1 << i for i in range(most.bit_length())), most)}
-            sizes = range(PIECE_TOKENS, self.step_tokens + PIECE_TOKENS, PIECE_TOKENS)
-            keys |= {self._step_key(min(n, self.step_tokens), 1, 1, table) for n in sizes if n > most * self.longest_answer}
-        for key in sorted(keys - captured.keys()):
-            captured[key] = _Captured(self, *key, next(self.identities), ahead=True)
+        if self.leader is not None:
+            raise RuntimeError("capture_steps() is for all ranks, before leanfleet.together has them wait for this one's calls")
+        captured, keys = self._captured_here(), self._usual_keys(longest)
+        for key in sorted(keys - captured.keys(), reverse=True):  # the largest first: others find room in its memory
+            try:
+                captured[key] = _Captured(self, *key, next(self.identities), ahead=True)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"a step of {key[0]} tokens of {key[1]} requests cannot be captured: {error}. Fewer step_tokens, "
+                    "max_requests or pages need less memory; cuda_graph=False (leanfleet serve --no-cuda-graph) captures none"
+                ) from error
         return len(keys)
+
+    def _usual_keys(self, longest: int) -> set[tuple[int, int, int, int]]:
+        """Of the steps that capture_steps() captures."""
+        longest = min(longest, self.max_positions or longest, self.capacity or longest)
+        tables = [1]
+        while self.paged and tables[-1] < -(-longest // self.block):
+            tables.append(2 * tables[-1])
+        few = [*(1 << i for i in range(self.max_requests.bit_length())), self.max_requests]
+        most = min(self.step_tokens, MOST_AHEAD)
+        pieces = [min(n, most) for n in range(PIECE_TOKENS, most + PIECE_TOKENS, PIECE_TOKENS)]
+        shapes = [(n, n, n) for n in few] + [(n, 1, 1) for n in pieces if n > self.longest_answer]
+        return {self._step_key(*shape, table) for shape in shapes for table in tables}
 
     def _captured_here(self) -> dict[tuple[int, ...], _Captured]:
         """The steps that this thread has captured. ONNX Runtime keeps graphs for the thread that ran them: another would run a
@@ -466,9 +494,7 @@ class ContinuousBatch(Batch):
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
             table = max(table, MIXED_TABLE)
-        pages = LEAST_TABLE
-        while pages < table:
-            pages *= 4
+        pages = max(LEAST_TABLE, 1 << (table - 1).bit_length())
         return tokens, rows, wanted, min(pages, self.pool.count)
 
     def _captured_step(self, tokens: int, rows: int, wanted: int, table: int) -> _Captured:

@@ -25,6 +25,9 @@ class Genai:
         if not (self.folder / "genai_config.json").exists():
             build(folder / "transformers", self.folder, model)
 
+    def prepare(self):
+        """It has nothing to capture."""
+
     def open(self, running, step_tokens):
         """For so many requests at once; the engine sizes its pool by itself."""
         import onnxruntime_genai

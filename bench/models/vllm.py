@@ -171,6 +171,9 @@ class OursOverRanks(Ours):
         self.batch = ContinuousBatch(self.folder, self.pages, running, tokens, **options)
         self.leads = self.opened.enter_context(together(self.batch))
 
+    def prepare(self):
+        """Steps are captured as they come: the other ranks wait for this one's calls."""
+
     def run(self, prompts, answers):
         if self.leads:
             super().run(prompts, answers)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet import serve
+from leanfleet import batch_process, serve
 from leanfleet.batch_process import BatchProcess, Result, State, _Worker
 from leanfleet.batching import Over, Request
 from leanfleet.export import export_decoder
@@ -326,3 +326,24 @@ def test_closing(batch):
         with pytest.raises(Over, match="is closed"):
             call()
     assert batch.over == "" and batch.idle
+
+
+def test_the_process_captures_its_steps_before_requests(monkeypatch):
+    from leanfleet.ort_ops import serving
+
+    asked = []
+
+    def open_batch(folder, **options):
+        asked.append((folder, options))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(serving, "open_batch", open_batch)
+    monkeypatch.setattr(batch_process.sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(batch_process, "_end_with", lambda connection, opened: None)  # it would end this process
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    ours, theirs = batch_process.socket.socketpair()
+    connection = batch_process.Connection(ours.detach())
+    connection.send(("folder", {"pages": 3}))
+    batch_process.main(str(theirs.detach()))
+    assert isinstance(connection.recv(), ValueError) and asked == [("folder", {"ahead": True, "pages": 3})]
+    connection.close()

@@ -121,18 +121,16 @@ def test_captured_steps(model, folder, monkeypatch):
     batch.run()
     steps = {(tokens, rows) for tokens, rows, *_ in batch.captured}
     assert {(n, n) for n in (1, 2, 4, 5)} <= steps and {tokens for tokens, rows in steps if tokens > rows} >= {16, 32}
-    assert {pages for n, rows, _, pages in batch.captured if n == rows} <= {2, 8, 32}
-    assert {pages for n, rows, _, pages in batch.captured if n > rows} <= {8, 32} and all(
-        rows == 5 for n, rows in steps if n > rows
-    )
+    assert {pages for n, rows, _, pages in batch.captured if n == rows} == {2, 4, 8, 16}
+    assert {pages for n, rows, _, pages in batch.captured if n > rows} <= {8, 16}
+    assert all(rows == 5 for n, rows in steps if n > rows)
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
 
 
-def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
-    """As on a GPU: beside answers in the making a step has few tokens of prompts while requests wait for a place, and a half of
-    all prompts' once none does."""
-    batch = ContinuousBatch(folder, pages=200, max_requests=6, step_tokens=128, providers=["CPUExecutionProvider"])
+def paced_batch(monkeypatch, folder, **limits):
+    """(a batch as on a GPU, [(tokens of answers, whether requests wait, tokens in all) of each step])"""
+    batch = ContinuousBatch(folder, pages=200, providers=["CPUExecutionProvider"], **limits)
     assert not batch.paced  # a CPU gains nothing by it
     batch.paced = True
     monkeypatch.setattr(batching, "PIECE_TOKENS", 8)
@@ -140,10 +138,17 @@ def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
 
     def counted(chosen):
         answers = sum(count for request, count in chosen if request.tokens)
-        steps.append((answers, bool(batch.queue), sum(count for _, count in chosen)))
+        steps.append((answers, batch.full, sum(count for _, count in chosen)))
         return launch(chosen)
 
     monkeypatch.setattr(batch, "_launch", counted)
+    return batch, steps
+
+
+def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
+    """As on a GPU: beside answers in the making a step has few tokens of prompts while requests wait for a place, and a half of
+    all prompts' once none does."""
+    batch, steps = paced_batch(monkeypatch, folder, max_requests=6, step_tokens=128)
     asked = [random_prompt(n, n) for n in (60, 64, 62, 50, 55, 33, 48, 57, 61, 39)]
     requests = [batch.add(prompt, 14, stop_tokens=()) for prompt in asked]
     batch.run()
@@ -154,30 +159,107 @@ def test_answers_keep_pieces_of_prompts_short(model, folder, monkeypatch):
     for prompt, request in zip(asked, requests, strict=True):
         assert request.tokens == alone(model, prompt, 14)
     assert [batching.step_room(64, n, 99, True) for n in (0, 1, 8, 9, 60)] == [64, 16, 16, 24, 64]
-    assert [batching.step_room(64, 5, n, False) for n in (0, 50, 70, 500)] == [32, 32, 40, 64]
+    assert [batching.step_room(64, 5, n, False) for n in (0, 39, 40, 70, 500)] == [40, 48, 40, 40, 64]
 
 
-def test_steps_captured_ahead(model, folder, monkeypatch):
-    """Before there are requests: no step is captured once they are there, and their tokens are the same."""
-    batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+def test_requests_that_wait_for_anothers_page_are_no_crowd(folder, monkeypatch):
+    """The first of several with one beginning reads it for all: while places are free, it is not kept short for them."""
+    batch, steps = paced_batch(monkeypatch, folder, max_requests=16, step_tokens=128)
+    others = [batch.add(random_prompt(3, seed), 60, stop_tokens=()) for seed in range(8)]
+    while not all(request.tokens for request in others):
+        batch.step()
+    beginning = random_prompt(160, 99)
+    shared = [batch.add([*beginning, seed], 3, stop_tokens=()) for seed in range(6)]
+    had = len(steps)
+    while not all(request.tokens for request in shared):
+        batch.step()
+    assert len(batch.queue) == 0 and batch.shared_tokens >= 5 * 144 and len(steps) - had < 10
+
+
+LEAST = {"PIECE_TOKENS": 8, "LEAST_TABLE": 1, "MIXED_TABLE": 4}
+
+
+@pytest.mark.parametrize("kind", ("paged", "linear"))
+def test_steps_captured_ahead(model, folder, linear_folder, monkeypatch, kind):
+    """Before there are requests: pools stay as they are, no step is captured once requests are there, and their tokens are the
+    same."""
+    source = folder if kind == "paged" else linear_folder
+    batch = ContinuousBatch(source, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
     assert batch.capture_steps() == 0
     batch.captured = {}
-    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
-    monkeypatch.setattr(serving, "LEAST_TABLE", 1)
-    monkeypatch.setattr(serving, "MIXED_TABLE", 4)
-    for pool in batch.pools:
-        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    for name, value in LEAST.items():
+        monkeypatch.setattr(serving, name, value)
+    began = [pool.numpy().copy() for pool in batch.pools]
+    for pool, was in zip(batch.pools, began, strict=True):
+        pool.update_inplace(np.full_like(was, 7.0))
     made = batch.capture_steps(16 * BLOCK)
-    keys = set(batch.captured)
-    assert {(n, n, n, pages) for n in (1, 2, 4, 5) for pages in (1, 4, 16)} | {
-        (n, 5, 5, pages) for n in (8, 16, 24, 32) for pages in (4, 16)
-    } == keys and made == len(keys)
+    assert all((pool.numpy() == 7.0).all() for pool in batch.pools)
+    for name, pool, was in zip(batch.pool_names, batch.pools, began, strict=True):
+        pool.update_inplace(was if is_state(name) else np.full_like(was, np.nan))
+    keys, tables = set(batch.captured), (1, 2, 4, 8, 16) if batch.paged else (1,)
+    mixed = {max(table, 4) for table in tables}
+    assert keys == {(n, n, n, pages) for n in (1, 2, 4, 5) for pages in tables} | {
+        (n, 5, 5, pages) for n in (8, 16, 24, 32) for pages in mixed
+    }
+    assert made == len(keys)
     asked = prompts(9)
     requests = [batch.add(prompt, 12, stop_tokens=()) for prompt in asked]
     batch.run()
     assert set(batch.captured) == keys and batch.capture_steps(16 * BLOCK) == made
     for prompt, request in zip(asked, requests):
-        assert request.tokens == alone(model, prompt, 12)
+        assert request.tokens == (alone(model, prompt, 12) if kind == "paged" else alone_by_generate(linear_folder, request))
+
+
+@pytest.mark.parametrize("places, step_tokens", ((1, 40), (5, 40), (8, 8), (9, 64), (40, 64), (100, 100)))
+def test_any_step_is_among_those_captured_ahead(folder, monkeypatch, places, step_tokens):
+    options = dict(max_requests=places, step_tokens=step_tokens)
+    batch = ContinuousBatch(folder, pages=37, providers=["CPUExecutionProvider"], **options)
+    for name, value in LEAST.items():
+        monkeypatch.setattr(serving, name, value)
+    keys = batch._usual_keys(20 * BLOCK)
+    for rows in range(1, places + 1):
+        for tokens in range(rows, step_tokens + 1):
+            assert {batch._step_key(tokens, rows, rows, table) for table in range(1, 21)} <= keys
+    assert len(batch._usual_keys(10**9)) < 100  # no more than the model's positions
+
+
+def test_a_step_that_cannot_be_captured_ahead(folder, monkeypatch):
+    """Goes without graphs where nobody asked for them, with a warning; else says which options help."""
+    ahead = []
+
+    def captured(self, *key, ahead=False):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(serving, "_Captured", captured)
+    batch = ContinuousBatch(folder, pages=9, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"])
+    batch.captured = {}
+    with pytest.raises(
+        RuntimeError, match=r"step of 16 tokens of 3 requests .* out of memory\. Fewer step_tokens.*--no-cuda-graph"
+    ):
+        batch.capture_steps()
+    batch.leader = object()
+    with pytest.raises(RuntimeError, match="before leanfleet.together"):
+        batch.capture_steps()
+
+    class Fails:
+        pool = SimpleNamespace(count=9)
+
+        def __init__(self, folder, cuda_graph, **options):
+            ahead.append((cuda_graph, options))
+
+        def try_capture(self):
+            pass
+
+        def capture_steps(self):
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(serving, "ContinuousBatch", Fails)
+    with pytest.warns(RuntimeWarning, match="not captured as CUDA graphs: no memory"):
+        serving.open_batch(folder, ahead=True, max_requests=3)
+    assert ahead == [(True, {"max_requests": 3}), (False, {"max_requests": 3, "pages": 9})]
+    serving.open_batch(folder, max_requests=3)
+    with pytest.raises(RuntimeError, match="no memory"):
+        serving.open_batch(folder, ahead=True, cuda_graph=True)
 
 
 @pytest.mark.parametrize("captured", (False, True))
