@@ -53,6 +53,7 @@ from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export import context_parallel as sharing
 from leanfleet.export.cache import Cache, pool_shape, decayed_attention
 from leanfleet.export.experts import add_function, as_one_node
+from leanfleet.export.function_bodies import ExportWarning
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
@@ -627,7 +628,8 @@ def _warn_of_loss(cache: str) -> None:
     if cache.partition("/")[0] == LOSSY:
         warnings.warn(
             f"cache is {cache!r}: keys of {LOSSY} change what a model says by much more than int8 and fp8 do "
-            " (docs/how_to/quantised_caches.md has perplexities): measure yours",
+            "(docs/how_to/quantised_caches.md has perplexities): measure yours",
+            ExportWarning,
             stacklevel=4,
         )
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 import torch
 
+from leanfleet.export.function_bodies import ExportWarning
 from leanfleet.export.fusions import MICROSOFT, set_function
 
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows it
@@ -25,7 +26,7 @@ _PLAIN, _CLAMPED = (
 )
 
 
-class ExpertsWarning(UserWarning):
+class ExpertsWarning(ExportWarning):
     """Says which versions of ONNX Runtime compute a model's experts correctly."""
 
 

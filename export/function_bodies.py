@@ -47,6 +47,10 @@ RUNTIMES = ("onnxruntime", *(f"onnxruntime-{of}" for of in ("gpu", "directml", "
 _TOKENS = 3  # the token axis of the inner tensors [Q,Hkv,G,N,W]; once split into chunks, the axis of the chunks
 
 
+class ExportWarning(UserWarning):
+    """What an export has to tell of the file that it writes."""
+
+
 class _Ops(Tape):
     """Emits standard operators: ops.Add(x, 1.0). Numbers and lists of integers among the inputs become constants."""
 
@@ -1694,6 +1698,7 @@ def attach(model: ir.Model) -> ir.Model:
             f"the model has nodes of {', '.join(several)} that differ in optional inputs or attributes. Where "
             "leanfleet's library is not registered it needs onnxruntime 1.27 or newer: older ones run one "
             "function for all of them, and give wrong results without an error",
+            ExportWarning,
             stacklevel=2,
         )
     if nodes:

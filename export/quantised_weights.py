@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +83,21 @@ def quantise(model: torch.nn.Module, bits: int = 4) -> Quantised:
     return Quantised(matrices, left)
 
 
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """As it was before."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 def _blocks(weight: torch.Tensor, bits: int) -> blocks.Blocks:
-    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+    with _root_logger_kept():  # the module sets it to tell everything
+        from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
     values = np.ascontiguousarray(weight.float().cpu().numpy().T)
     config = DefaultWeightOnlyQuantConfig(BLOCK, is_symmetric=True, bits=bits)

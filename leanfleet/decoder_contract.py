@@ -554,13 +554,14 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
     another kind.
     """
     folder, writer = Path(folder), interface.writer
+    serve = " --serve" if interface.kind == SERVING.kind else ""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
     ranked = not (folder / MODEL_FILE).exists() and (folder / rank_file(0)).is_file()
     for name in (FACTS_FILE,) if ranked else (MODEL_FILE, FACTS_FILE):
         if not (folder / name).is_file():
             hint = (
-                f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
+                f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER{serve}"
                 if (folder / "config.json").exists() or any(folder.glob("*.gguf"))
                 else f"; write the folder with {writer}"
             )

@@ -323,16 +323,32 @@ def _check_weights(folder: Path) -> None:
             raise ValueError(f"{path} is damaged or not whole: {error}") from None
 
 
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Prints what leanfleet warns of, each once and in a line, and not what torch's exporter says of its own deprecations."""
+    from leanfleet.export.function_bodies import ExportWarning
+
+    told = set()
+
+    def tell(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            print(f"leanfleet export: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", ExportWarning)
+        warnings.showwarning = tell
+        yield
+
+
 def export_command(arguments: argparse.Namespace) -> int:
-    from leanfleet.export.experts import ExpertsWarning
     from leanfleet.export.verification import VerificationError
 
-    warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
-    warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
     check_export(arguments)
     try:
-        with progress.stage("exporting"):
+        with progress.stage("exporting"), _own_warnings():
             _export(arguments)
     except VerificationError as error:
         print(f"leanfleet export: {error}", file=sys.stderr)
@@ -344,9 +360,7 @@ def export_command(arguments: argparse.Namespace) -> int:
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     parallel = decoder_contract.parallel_of(facts)
     world = None if parallel is None else parallel.world
-    then = next_step(folder, arguments.dtype, world)
-    if arguments.serve:
-        then += f", or leanfleet serve {folder}" + ("" if world is None else f" --gpus {world}")
+    then = next_step(folder, arguments.dtype, world, arguments.serve)
     print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
     return 0
 
@@ -457,16 +471,18 @@ def describe_fusions(fusions: dict[str, int] | None) -> str:
     return f"fused: {', '.join(applied) or 'nothing'}" + (f" (not found: {', '.join(left)})" if left else "")
 
 
-def next_step(folder: str | Path, dtype: str, world: int | None = None) -> str:
-    """What to do with an exported folder. world: the ranks that it is for."""
-    command = f'leanfleet generate {folder} "Hello"'
-    if world is not None:
-        return f"{command} --gpus {world}"
-    if dtype != "bfloat16":
+def next_step(folder: str | Path, dtype: str, world: int | None = None, serve: bool = False) -> str:
+    """What to do with an exported folder. world: the ranks that it is for. serve: whether a server can take it."""
+    over = "" if world is None else f" --gpus {world}"
+    on_gpu = world is None and dtype == "bfloat16"
+    command = f'leanfleet generate {folder} "Hello"{over}' + " --provider cuda, or leanfleet engine build" * on_gpu
+    if serve:
+        command += f", or leanfleet serve {folder}{over}"
+    if not on_gpu:
         return command
     return (
-        f"{command} --provider cuda, or leanfleet engine build. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no "
-        "kernels for it; for CPUs export with --dtype float32"
+        f"{command}. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no kernels for it; for CPUs export with --dtype "
+        "float32"
     )
 
 

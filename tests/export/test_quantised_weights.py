@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits: what rounding costs, which matrices get them, and exported models."""
 
 import json
+import logging
 
 import numpy as np
 import onnx
@@ -9,7 +10,7 @@ import torch
 import transformers
 
 from leanfleet import cli
-from leanfleet.export import blocks, export_decoder, quantise
+from leanfleet.export import blocks, export_decoder, quantise, quantised_weights
 from leanfleet.export.serving import add_serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
@@ -118,3 +119,13 @@ def test_the_command(tmp_path, capsys, dtype):
     assert cli.main(["generate", str(tmp_path / "out"), "abc", "--max-tokens", "3", "--raw", "--provider", "cpu"]) == 0
     sizes = [f.stat().st_size for f in (tmp_path / "out").glob("model.onnx*")]
     assert sum(sizes) < transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").num_parameters() * 1.5 + 300_000
+
+
+def test_the_root_logger_stays_as_it_was():
+    """onnxruntime's quantiser has it tell everything."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    with quantised_weights._root_logger_kept():
+        root.handlers.clear()
+        logging.basicConfig(level=logging.DEBUG)
+    assert (root.handlers, root.level) == before

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers.models import BPE
 
-from leanfleet import cli
+from leanfleet import cli, decoder_contract
 from leanfleet import generate as generate_commands
 from leanfleet import progress
 from leanfleet.decoder_contract import Sampling
@@ -21,7 +21,7 @@ from leanfleet.export import export_decoder, verification
 from leanfleet.export.fusions import PASSES
 from leanfleet.export.serving import add_serving
 from leanfleet.export.verification import VerificationError
-from leanfleet.generate import load_pretrained
+from leanfleet.generate import load_pretrained, next_step
 from leanfleet.generation import StopStrings
 from leanfleet import generation as streams_of_text
 from leanfleet.ort_ops import generation
@@ -510,3 +510,20 @@ def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "verified: " in error and "bfloat16 needs a GPU: ONNX Runtime's CPU provider has no kernels for it" in error
     assert f'leanfleet generate {tmp_path / "out"} "Hello" --provider cuda' in error
+    assert next_step("a", "bfloat16", serve=True).startswith(
+        'leanfleet generate a "Hello" --provider cuda, or leanfleet engine build, or leanfleet serve a. bfloat16 needs a GPU'
+    )
+    assert next_step("a", "bfloat16", 2, True) == 'leanfleet generate a "Hello" --gpus 2, or leanfleet serve a --gpus 2'
+    assert next_step("a", "float32", serve=True) == 'leanfleet generate a "Hello", or leanfleet serve a'
+
+
+def test_what_an_export_warns_of_is_a_line(pretrained, tmp_path, capsys):
+    command = ["export", str(pretrained), str(tmp_path / "out"), "--cache", "int4", "--serve", "--no-verify"]
+    assert cli.main(command) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "arning" in line]
+    assert len(lines) == 1 and lines[0].startswith("leanfleet export: warning: cache is 'int4': keys of int4 change")
+
+
+def test_a_server_of_a_model_that_is_not_exported(pretrained):
+    with pytest.raises(FileNotFoundError, match="leanfleet export .* NEW_FOLDER --serve$"):
+        decoder_contract.read_facts(pretrained, decoder_contract.SERVING)
