@@ -31,7 +31,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
-from leanfleet import progress, spec
+from leanfleet import files, progress, spec
 from leanfleet.export import function_bodies, rewrite_check, rewrite_conv, rewrite_linear
 from leanfleet.export import rewrite_nodes as nodes
 from leanfleet.tables import print_table
@@ -1027,8 +1027,7 @@ def _short(error):
 
 def _read(source):
     """The onnx_ir.Model of a file that is in order. Raises FileNotFoundError or ValueError."""
-    if not source.is_file():
-        raise FileNotFoundError(f"{source} does not exist; give the path of an ONNX file")
+    files.check_onnx(source)
     try:
         proto = onnx.load(str(source), load_external_data=False)
     except Exception as error:

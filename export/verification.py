@@ -127,6 +127,12 @@ def judge_found(
             if not hasattr(model, "cache_shapes"):
                 raise
             return {"skipped": f"{type(model).__name__} does not run without caches ({error})"}
+        if not all(np.isfinite(rows).all() for rows in judge):
+            raise VerificationError(
+                f"{type(model).__name__}: nothing was written, as the PyTorch model itself gives logits that are not finite: "
+                f"look for weights that are not, and for numbers beyond {getattr(model, 'dtype', torch.float32)}; verify=False "
+                "(leanfleet export --no-verify) writes the file anyway"
+            )
         scale = max(np.abs(rows).max() for rows in judge)
         bound = FACTOR * loses + ROUNDINGS * torch.finfo(getattr(model, "dtype", torch.float32)).eps * scale
         errors = [

@@ -596,8 +596,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.model).is_file():
-        raise FileNotFoundError(f"{arguments.model} does not exist; give the path of an ONNX file")
+    files.check_onnx(arguments.model)
     if arguments.inputs and (arguments.size or arguments.seed is not None):
         raise ValueError("--inputs gives all inputs: leave --size and --seed out")
     from leanfleet import parity

@@ -74,6 +74,17 @@ def check_file(path: str | os.PathLike) -> None:
     _check(new_file, path)
 
 
+def check_onnx(path: str | os.PathLike) -> None:
+    """Raises FileNotFoundError where there is no file to read."""
+    path = Path(path)
+    if path.is_dir():
+        inside = next(iter(sorted(path.glob("*.onnx"))), None)
+        example = "" if inside is None else f", such as {inside}"
+        raise FileNotFoundError(f"{path} is a folder; give the path of an ONNX file{example}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give the path of an ONNX file")
+
+
 def check_folder(path: str | os.PathLike) -> None:
     """Raises OSError where new_folder would."""
     _check(new_folder, path)

@@ -347,6 +347,8 @@ def export_command(arguments: argparse.Namespace) -> int:
 
     files.check_folder(arguments.folder)
     check_export(arguments)
+    served = Path(arguments.folder) / decoder_contract.SERVING_FILE
+    was_there = served.exists()
     try:
         with progress.stage("exporting"), _own_warnings():
             _export(arguments)
@@ -355,6 +357,8 @@ def export_command(arguments: argparse.Namespace) -> int:
         return 1
     folder = Path(arguments.folder)
     facts = decoder_contract.read_facts(folder, DECODER, parallel=True)
+    if was_there and not served.exists():
+        print(f"leanfleet export: {served.name} of an earlier export is gone; leanfleet serve needs --serve", file=sys.stderr)
     print(describe_fusions(facts.get("fusions")), file=sys.stderr)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6

@@ -523,6 +523,17 @@ def test_a_wrong_file_is_an_error_and_leaves_what_was_there(exporter, tmp_path, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "out"]
 
 
+def test_a_model_that_is_not_finite_is_told_from_a_wrong_file(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[3, 2] = torch.nan
+    with pytest.raises(
+        VerificationError, match="nothing was written, as the PyTorch model itself gives logits that are not finite"
+    ):
+        export_decoder(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verification_finds_what_decode_steps_do_wrong(tmp_path, monkeypatch):
     """Layers that attend twice over one cache: prompts are right, steps are not."""
     model = tiny("DiffLlamaConfig", num_key_value_heads=2)

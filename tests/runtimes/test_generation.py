@@ -524,6 +524,14 @@ def test_what_an_export_warns_of_is_a_line(pretrained, tmp_path, capsys):
     assert len(lines) == 1 and lines[0].startswith("leanfleet export: warning: cache is 'int4': keys of int4 change")
 
 
+def test_an_export_says_what_is_gone(pretrained, tmp_path, capsys):
+    command = ["export", str(pretrained), str(tmp_path / "out"), "--no-verify"]
+    assert cli.main([*command, "--serve"]) == 0 and "is gone" not in capsys.readouterr().err
+    assert cli.main(command) == 0
+    assert "serving.onnx of an earlier export is gone; leanfleet serve needs --serve" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "serving.onnx").exists()
+
+
 def test_a_server_of_a_model_that_is_not_exported(pretrained):
     with pytest.raises(FileNotFoundError, match="leanfleet export .* NEW_FOLDER --serve$"):
         decoder_contract.read_facts(pretrained, decoder_contract.SERVING)

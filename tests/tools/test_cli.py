@@ -116,6 +116,7 @@ def without_nodes(tmp_path):
 # arguments (made from the folder, which holds model.onnx, text.onnx and some.npz), and what the one line must say
 USAGE = {
     "no model": (lambda d: [f"{d}/none.onnx"], r"none\.onnx does not exist; give the path of an ONNX file"),
+    "a folder": (lambda d: [f"{d}"], r"is a folder; give the path of an ONNX file, such as .*model\.onnx"),
     "not a model": (lambda d: [f"{d}/text.onnx"], r"text\.onnx is no ONNX model"),
     "no leanfleet nodes": (lambda d: [without_nodes(d)], r"no leanfleet nodes: there is nothing to check"),
     "no body": (lambda d: [without_body(d)], r"runner 'body': the model holds no function for its LeanAttention nodes"),
