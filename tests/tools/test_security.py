@@ -85,6 +85,8 @@ def test_the_code_would_run_if_it_were_allowed(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(files.NO_CODE, "trust_remote_code", True)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for registered in (transformers.LlamaForCausalLM, transformers.LlamaConfig):  # else later tests would save code with them
+        monkeypatch.setattr(registered, "_auto_class", None)
     change(folder / "config.json", auto_map=CODE, model_type="nothing")
     try:
         generate.load_pretrained(folder)
