@@ -346,12 +346,13 @@ def export_command(arguments: argparse.Namespace) -> int:
     from leanfleet.export.verification import VerificationError
 
     files.check_folder(arguments.folder)
-    check_export(arguments)
     served = Path(arguments.folder) / decoder_contract.SERVING_FILE
     was_there = served.exists()
     try:
-        with progress.stage("exporting"), _own_warnings():
-            _export(arguments)
+        with _own_warnings():
+            check_export(arguments)
+            with progress.stage("exporting"):
+                _export(arguments)
     except VerificationError as error:
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1

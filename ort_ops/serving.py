@@ -469,7 +469,7 @@ class ContinuousBatch(Batch):
         few = [*(1 << i for i in range(self.max_requests.bit_length())), self.max_requests]
         most = min(self.step_tokens, MOST_AHEAD)
         pieces = [min(n, most) for n in range(PIECE_TOKENS, most + PIECE_TOKENS, PIECE_TOKENS)]
-        shapes = [(n, n, n) for n in few] + [(n, 1, 1) for n in pieces if n > self.longest_answer]
+        shapes = [(n, n, n) for n in few] + [(n, 1, 1) for n in pieces if n > 1]
         return {self._step_key(*shape, table) for shape in shapes for table in tables}
 
     def _captured_here(self) -> dict[tuple[int, ...], _Captured]:

@@ -32,7 +32,8 @@ def test_cuda(dtype):
     for seed, sizes in enumerate((*SIZES, *LAYERS, *MANY_ROWS)):
         for inputs, attrs in calls(sizes, dtype, seed):
             found = run_kernel(NAME, {name: x.cuda() for name, x in inputs.items()}, attrs)
-            assert_right({n: x.cpu() for n, x in found.items()}, inputs, attrs, rounds_products(sizes))
+            rounds = rounds_products(sizes)
+            assert_right({n: x.cpu() for n, x in found.items()}, inputs, attrs, rounds, rounds_sums=rounds)
 
 
 @GPU
